@@ -1,0 +1,27 @@
+"""zdtrain: a drop-in Lightning Trainer whose training loop never makes the GPU wait.
+
+Root names load on first use (PEP 562), so that ``import zdtrain.optim`` does not import lightning and
+``import zdtrain.lint`` does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zdtrain.trainer import Trainer as Trainer
+
+__version__ = "0.1.0"
+
+_LAZY = {"Trainer": "zdtrain.trainer"}
+
+__all__ = ["Trainer", "__version__"]  # noqa: F822 - Trainer is resolved by __getattr__
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'zdtrain' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,7 @@
+"""`python -m zdtrain` is the `zdtrain` command."""
+
+import sys
+
+from zdtrain.cli import main
+
+sys.exit(main())

@@ -1,0 +1,33 @@
+"""Exceptions, warnings and the reasons why a step leaves the fast path."""
+
+from dataclasses import dataclass
+
+
+class ZDTrainError(Exception):
+    """Base of every error that zdtrain raises on purpose."""
+
+
+class ConfigError(ZDTrainError, ValueError):
+    """An option has a value that cannot be used; the message names the option, the value and the remedy."""
+
+
+class ZDTrainWarning(UserWarning):
+    """Base of every warning that zdtrain gives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FallbackReason:
+    """Why a run uses a slower path than it could: a stable code for programs, a message for people."""
+
+    code: str
+    """Stable machine-readable name, e.g. ``"manual-optimization"``."""
+    message: str
+    """One sentence that names what was found and what would lift it."""
+    file: str | None = None
+    """The user's file that caused it, where one is known."""
+    line: int | None = None
+    """Line in `file`, counted from 1."""
+
+    def __str__(self) -> str:
+        where = f" ({self.file}:{self.line})" if self.file else ""
+        return f"{self.message}{where} [{self.code}]"
