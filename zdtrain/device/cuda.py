@@ -1,0 +1,191 @@
+"""The CUDA runtime: the only module that touches ``torch.cuda``."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zdtrain.device.base import Counters, Event, Graph, MemoryStats, StreamName, SyncDebugMode, check_copy
+from zdtrain.errors import ConfigError
+
+
+class CudaEvent:
+    """A ``torch.cuda.Event`` without timing, recorded on and waited for by named streams."""
+
+    def __init__(self, runtime: "CudaRuntime") -> None:
+        self._runtime = runtime
+        self._event = torch.cuda.Event()
+
+    def record(self, stream: StreamName = "train") -> None:
+        """Mark the work enqueued on `stream` so far."""
+        self._event.record(self._runtime.raw_stream(stream))
+
+    def query(self) -> bool:
+        """Return whether the marked work is done; never blocks."""
+        return bool(self._event.query())
+
+    def wait(self, stream: StreamName) -> None:
+        """Make later work on `stream` wait for the mark."""
+        self._event.wait(self._runtime.raw_stream(stream))
+
+    def synchronize(self) -> None:
+        """Block the host until the marked work is done."""
+        self._runtime.counters.host_waits += 1
+        self._event.synchronize()
+
+
+class CudaGraph:
+    """A CUDA graph captured on the current stream, in the runtime's memory pool."""
+
+    def __init__(self, runtime: "CudaRuntime") -> None:
+        self._runtime = runtime
+        self._graph = torch.cuda.CUDAGraph()
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Record the body's work on the current stream, which must not be the default one.
+
+        Raises:
+            ConfigError: The current stream is the default stream, which CUDA cannot capture.
+        """
+        stream = self._runtime.raw_stream("train")
+        if stream == torch.cuda.default_stream(self._runtime.device):
+            raise ConfigError(
+                "a CUDA graph cannot be captured on the default stream; run training inside runtime.training()"
+            )
+        # thread_local: a pin-memory thread may query its own events while this thread captures.
+        region = torch.cuda.graph(
+            self._graph, pool=self._runtime.pool(), stream=stream, capture_error_mode="thread_local"
+        )
+        with collector_frozen(), region:
+            yield
+
+    def replay(self) -> None:
+        """Enqueue the captured work on the current stream."""
+        self._graph.replay()
+
+    def reset(self) -> None:
+        """Free the graph and its share of the memory pool."""
+        self._graph.reset()
+
+
+class CudaRuntime:
+    """A `Runtime` for one CUDA device. Side streams and the graph pool are made when first used."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self.counters = Counters()
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._pool: Any = None  # torch's opaque pool handle
+
+    def raw_stream(self, name: StreamName) -> torch.cuda.Stream:
+        """Return the torch stream behind `name`; ``"train"`` is the current one."""
+        return torch.cuda.current_stream(self.device) if name == "train" else self._side(name)
+
+    def pool(self) -> Any:
+        """Return the memory pool that all graphs of this runtime share."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Run the body on a non-default stream, ordered behind the work before it and ahead of the work after it."""
+        outer = torch.cuda.current_stream(self.device)
+        inner = self._side("training")
+        inner.wait_stream(outer)
+        try:
+            with torch.cuda.stream(inner):
+                yield
+        finally:
+            outer.wait_stream(inner)
+
+    def on(self, stream: StreamName) -> AbstractContextManager[None]:
+        """Enqueue the body's device work on `stream`."""
+        return torch.cuda.stream(self.raw_stream(stream))
+
+    def event(self) -> Event:
+        """Make an event without timing."""
+        return CudaEvent(self)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocate a zeroed page-locked host buffer."""
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+    def copy_async(self, dst: Tensor, src: Tensor, stream: StreamName, *, after: Event, done: Event) -> None:
+        """Enqueue the copy on `stream`, between `after` and `done`."""
+        check_copy(dst, src)
+        self.counters.copies += 1
+        after.wait(stream)
+        with self.on(stream):
+            dst.copy_(src.detach(), non_blocking=True)
+        done.record(stream)
+
+    def read(self, src: Tensor) -> Tensor:
+        """Copy `src` to the host, blocking."""
+        self.counters.host_reads += 1
+        return src.detach().to("cpu", copy=True)
+
+    def synchronize(self) -> None:
+        """Block the host until all streams of the device are idle."""
+        self.counters.host_waits += 1
+        torch.cuda.synchronize(self.device)
+
+    def graph(self) -> Graph:
+        """Make an empty graph that shares this runtime's memory pool."""
+        return CudaGraph(self)
+
+    def is_capturing(self) -> bool:
+        """Return whether the current stream is being captured."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def rng_state(self) -> tuple[Tensor, ...]:
+        """Return the states of the host's and the device's default generators."""
+        return torch.get_rng_state(), torch.cuda.get_rng_state(self.device)
+
+    def restore_rng(self, state: tuple[Tensor, ...]) -> None:
+        """Put back what `rng_state` returned."""
+        host, device = state
+        torch.set_rng_state(host)
+        torch.cuda.set_rng_state(device, self.device)
+
+    def memory(self) -> MemoryStats:
+        """Return what the caching allocator holds on this device."""
+        return MemoryStats(
+            allocated_bytes=torch.cuda.memory_allocated(self.device),
+            reserved_bytes=torch.cuda.memory_reserved(self.device),
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(self.device),
+        )
+
+    @contextmanager
+    def sync_debug(self, mode: SyncDebugMode) -> Iterator[None]:
+        """Warn or raise where the body makes the host wait for the device; covers what torch itself knows to block."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def _side(self, name: str) -> torch.cuda.Stream:
+        stream = self._streams.get(name)
+        if stream is None:
+            stream = self._streams[name] = torch.cuda.Stream(self.device)
+        return stream
+
+
+@contextmanager
+def collector_frozen() -> Iterator[None]:
+    """Keep Python's garbage collector from freeing CUDA objects in the body, which would invalidate a capture."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
