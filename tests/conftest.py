@@ -1,7 +1,86 @@
+"""What every test starts from, and what none may leave behind."""
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
 import pytest
 import torch
 
+# Lightning sets these in the process that trains; the fixture takes them back.
+LIGHTNING_VARIABLES = {
+    "CUBLAS_WORKSPACE_CONFIG",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS",
+    "WORLD_SIZE",
+}
+# torch and pytest keep these for themselves.
+LIBRARY_VARIABLES = {"KINETO_LOG_LEVEL", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 
-def pytest_runtest_setup(item):
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a `gpu` test with its reason, or fail it under ZDTRAIN_REQUIRE_GPU=1."""
+    if item.get_closest_marker("gpu") is None or torch.cuda.is_available():
+        return
+    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+    reason = f"needs a CUDA device: torch {torch.__version__} is {build} and finds {torch.cuda.device_count()} devices"
+    if os.environ.get("ZDTRAIN_REQUIRE_GPU") == "1":
+        pytest.fail(f"{reason} (ZDTRAIN_REQUIRE_GPU=1)", pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def same_start() -> None:
+    """Start every test from the same random numbers and algorithms, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(False)  # Trainer(deterministic=True) turns it on for the whole process
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a thread, an environment variable or one of torch's global modes behind."""
+    threads, environment, modes = set(threading.enumerate()), dict(os.environ), _torch_modes()
+    yield
+    changed = {name for name in environment.keys() | os.environ.keys() if environment.get(name) != os.environ.get(name)}
+    changed -= LIBRARY_VARIABLES
+    for name in changed:
+        _restore(name, environment.get(name))
+    left = [thread.name for thread in _leaked_threads(threads)]
+    assert not left, f"threads still running: {left}"
+    assert changed <= LIGHTNING_VARIABLES, f"environment variables changed: {sorted(changed - LIGHTNING_VARIABLES)}"
+    assert _torch_modes() == modes, f"torch's global modes changed: {modes} -> {_torch_modes()}"
+
+
+def _torch_modes() -> dict[str, object]:
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "anomaly": torch.is_anomaly_enabled(),
+        "cuda sync debug": torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0,
+    }
+
+
+def _restore(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _leaked_threads(before: set[threading.Thread], patience_seconds: float = 2.0) -> list[threading.Thread]:
+    """Return the non-daemon threads that a test started and that do not end by themselves."""
+    end = time.monotonic() + patience_seconds
+    leaked = [t for t in threading.enumerate() if t not in before and not t.daemon]
+    for thread in leaked:
+        thread.join(max(0.0, end - time.monotonic()))
+    return [thread for thread in leaked if thread.is_alive()]

@@ -1,0 +1,45 @@
+# `make demo` and `make test` set up .venv when it is missing; later calls only check time stamps.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test lint types contracts wheel-check bench clean
+
+demo: $(VENV)/.examples
+	$(BIN)/zdtrain fit configs/digits.yaml
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --doctest-modules zdtrain --ignore=zdtrain/__main__.py
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+contracts: $(VENV)/.dev
+	$(BIN)/lint-imports
+
+wheel-check: $(VENV)/.dev
+	rm -rf build dist
+	$(BIN)/python -m build --wheel --outdir dist . > /dev/null
+	$(BIN)/python .ci/wheel_check.py dist/*.whl
+
+bench: $(VENV)/.examples
+	$(BIN)/python benchmarks/step_overhead.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+
+# One stamp per extra. torch first and by its exact version: an open range may pick another build of several gigabytes.
+$(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) "$$(grep '^torch==' constraints.txt)"
+	$(INSTALL) --editable '.[$*]'
+	@touch $@
+
+$(BIN)/python:
+	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON) not found: set PYTHON to an interpreter of 3.11 or later" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
