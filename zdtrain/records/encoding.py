@@ -1,0 +1,62 @@
+"""Strict JSON for records: NaN and the infinities become strings that name them, everything else stays plain."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+NAN, POSITIVE_INFINITY, NEGATIVE_INFINITY = "NaN", "Infinity", "-Infinity"
+_NONFINITE = {NAN: math.nan, POSITIVE_INFINITY: math.inf, NEGATIVE_INFINITY: -math.inf}
+
+
+def encode_float(value: float) -> float | str:
+    """Return `value` itself when finite, else ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``."""
+    if math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return NAN
+    return POSITIVE_INFINITY if value > 0 else NEGATIVE_INFINITY
+
+
+def decode_float(value: float | str) -> float:
+    """Undo `encode_float`."""
+    return _NONFINITE[value] if isinstance(value, str) else value
+
+
+def to_plain(value: Any) -> Any:
+    """Turn any Python value into what strict JSON can hold: numbers, strings, booleans, None, lists and dicts.
+
+    0-D tensors and arrays become numbers, paths and unknown objects become strings, and dataclasses become dicts.
+    """
+    if value is None or isinstance(value, bool | str):
+        return str(value) if isinstance(value, str) else value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return encode_float(float(value))
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return to_plain(value.item())
+    if isinstance(value, Iterable) and isinstance(value, list | tuple | set | frozenset | range):
+        return [to_plain(item) for item in value]
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    return str(value) if isinstance(value, Path) else repr(value)
+
+
+def dump_line(value: Any) -> str:
+    """Encode `value` as one line of strict JSON without a line end."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError):  # a non-finite number or a value that is not plain
+        return json.dumps(to_plain(value), allow_nan=False)
+
+
+def dump_document(value: Any) -> str:
+    """Encode `value` as an indented strict JSON document that ends with a line end."""
+    return json.dumps(to_plain(value), allow_nan=False, indent=2) + "\n"

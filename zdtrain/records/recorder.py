@@ -1,0 +1,317 @@
+"""The run folder as a Lightning logger, so that it composes with TensorBoard, CSV and the others."""
+
+import sys
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.loggers.logger import _DummyExperiment, rank_zero_experiment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+from typing_extensions import override
+
+from zdtrain.records.encoding import to_plain
+from zdtrain.records.environment import describe_environment
+from zdtrain.records.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    ENVIRONMENT,
+    HPARAMS,
+    SUMMARY,
+    create_run_folder,
+    is_run_folder,
+    run_folder_of_checkpoint,
+)
+from zdtrain.records.types import RecordError, RecordWarning, StepRecord
+from zdtrain.records.writer import OnError, RunWriter
+
+
+class RunRecorder(Logger):
+    """Records a run into a folder of its own, ``root/YYYYMMDD/HHMMSS-name[-k]/``.
+
+    One row per step: `record_step` takes the values of every training step, `log_metrics` what Lightning and
+    callbacks log besides (epoch means, validation metrics, learning rates), and both meet in the row of their step.
+
+    Args:
+        root: Folder that holds all runs.
+        name: Name of the run, part of the folder's name.
+        folder: Continue this run folder instead of making a new one.
+        on_error: What a full disk or an unwritable folder does: ``"warn"`` once and record no more, or ``"raise"``.
+        chunk_rows: Records that are kept before they are converted and written.
+        chunk_seconds: Longest time in seconds that a record waits while others follow.
+
+    Raises:
+        RecordError: `folder` is not a run folder.
+
+    Example::
+
+        Trainer(records=RunRecorder("experiments", name="baseline"))
+    """
+
+    def __init__(
+        self,
+        root: str | Path = "runs",
+        *,
+        name: str = "run",
+        folder: str | Path | None = None,
+        on_error: OnError = "warn",
+        chunk_rows: int = 256,
+        chunk_seconds: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if folder is not None and not is_run_folder(folder):
+            raise RecordError(f"records.folder: {folder} is not a run folder (it holds no {SUMMARY})")
+        self._root, self._run_name = Path(root), name
+        self._folder = None if folder is None else Path(folder)
+        self._on_error, self._chunk_rows, self._chunk_seconds = on_error, chunk_rows, chunk_seconds
+        self._is_off = False
+        self._writer: RunWriter | None = None
+        self._hparams: dict[str, Any] = {}
+        self._checkpoint_notes: set[Path] = set()
+
+    @property
+    def folder(self) -> Path | None:
+        """The run folder, made on first use; None on ranks other than 0 before setup, and where it cannot be made."""
+        if self._folder is None and not self._is_off and _is_rank_zero():
+            self._make_folder()
+        return self._folder
+
+    def _make_folder(self) -> None:
+        try:
+            self._folder = create_run_folder(self._root, self._run_name)
+        except OSError as error:
+            self._is_off = True
+            reason = f"cannot make a run folder in {self._root}: {error.strerror or error}"
+            if self._on_error == "raise":
+                raise RecordError(f"{reason}. Choose another root with records=PATH.") from error
+            rank_zero_warn(f"{reason}. Training goes on, nothing is recorded.", category=RecordWarning)
+
+    def continue_from(self, checkpoint: str | Path) -> None:
+        """Continue the run folder that `checkpoint` lies in; any other checkpoint or an open folder changes nothing."""
+        if self._folder is None:
+            self._folder = run_folder_of_checkpoint(checkpoint)
+
+    def record_step(self, record: StepRecord) -> None:
+        """Take the values of one finished training step; conversion and writing happen in chunks."""
+        writer = self._writer or self.experiment
+        writer.add(record)
+
+    @rank_zero_only
+    def record_event(self, kind: str, **fields: Any) -> None:
+        """Append an event (a capture, a fallback, a monitor's action, an exception) to `events.jsonl`."""
+        self.experiment.event(kind, **fields)
+
+    @rank_zero_only
+    def record_config(self, text: str) -> None:
+        """Keep the resolved configuration; that of a continued run is kept beside the first, numbered."""
+        if self.folder is None:
+            return
+        target = self.folder / CONFIG
+        number = 2
+        while target.is_file() and target.read_text(encoding="utf-8") != text:
+            target = self.folder / f"{Path(CONFIG).stem}-{number}.yaml"
+            number += 1
+        self.experiment.text(target.name, text)
+
+    @rank_zero_only
+    def record_environment(self, **fields: Any) -> None:
+        """Keep versions, machine, command line and git state, and `fields`; a continued run keeps the first ones."""
+        environment = {**describe_environment(), **fields}
+        if self.folder is not None and (self.folder / ENVIRONMENT).is_file():
+            self.experiment.event("continued", environment=environment)
+        else:
+            self.experiment.document(ENVIRONMENT, environment)
+
+    @rank_zero_only
+    def summarize(self, **fields: Any) -> None:
+        """Set fields of `summary.json`, such as host reads, captures and peak memory."""
+        self.experiment.summarize(**fields)
+
+    @rank_zero_only
+    def flush(self) -> None:
+        """Write the rows of every step but the newest."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The writer of the folder; a dummy that takes any call on ranks other than 0 and without a folder."""
+        if self.folder is None:
+            return _DummyExperiment()
+        if self._writer is None:
+            self._writer = RunWriter(
+                self.folder,
+                chunk_rows=self._chunk_rows,
+                chunk_seconds=self._chunk_seconds,
+                on_error=self._on_error,
+            )
+            self._writer.summarize(status="running")
+            self._writer.write_state()
+        return self._writer
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        values = dict(_flat(metrics))
+        epoch = values.get("epoch")
+        if epoch is not None and float(epoch).is_integer():
+            del values["epoch"]
+        else:
+            epoch = None
+        self.experiment.add(
+            StepRecord(
+                step=0 if step is None else step,
+                epoch=None if epoch is None else int(epoch),
+                values=values,
+                wall_time=time.time(),
+            )
+        )
+
+    @override
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace | None, *_: Any, **__: Any) -> None:
+        if params is None:
+            return
+        self._hparams.update(to_plain(vars(params) if isinstance(params, Namespace) else params))
+        self.experiment.document(HPARAMS, self._hparams)
+
+    @override
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        """Write the hyperparameters beside the checkpoint, and drop those of checkpoints that are gone."""
+        path = Path(checkpoint_callback._last_checkpoint_saved)
+        writer = self.experiment
+        writer.flush()
+        note = path.with_suffix(".json")
+        step = checkpoint_callback._last_global_step_saved
+        monitored = {
+            "monitor": checkpoint_callback.monitor,
+            "value": checkpoint_callback.current_score,
+            "best_value": checkpoint_callback.best_model_score,
+        }
+        writer.document(
+            str(note.absolute()),
+            {
+                "checkpoint": path.name,
+                "global_step": step,
+                **(monitored if checkpoint_callback.monitor else {}),
+                "run": str(self.folder),
+                "hparams": self._hparams,
+            },
+        )
+        writer.event("checkpoint", path=str(path), global_step=step)
+        self._checkpoint_notes.add(note)
+        self._drop_orphaned_notes()
+
+    def _drop_orphaned_notes(self) -> None:
+        """Remove the notes of checkpoints that top-k deleted."""
+        for note in [note for note in self._checkpoint_notes if not note.with_suffix(".ckpt").exists()]:
+            note.unlink(missing_ok=True)
+            self._checkpoint_notes.discard(note)
+
+    @override
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        if self._writer is None:
+            return
+        self._drop_orphaned_notes()
+        if status == "success":
+            status = "finished"
+        elif status == "failed" and isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            status = "interrupted"
+        self._writer.close(status)
+
+    @property
+    @override
+    def save_dir(self) -> str | None:
+        """The run folder; Lightning puts checkpoints and profiles below it."""
+        return None if self.folder is None else str(self.folder)
+
+    @property
+    @override
+    def name(self) -> str:
+        """Empty: the run folder is complete without a subfolder per logger."""
+        return ""
+
+    @property
+    @override
+    def version(self) -> str:
+        """Empty, see `name`."""
+        return ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_writer": None}
+
+
+class RecordCallback(Callback):
+    """What a recorder has to hear that loggers are not told.
+
+    Puts checkpoints without a folder of their own into the run folder, shares the folder's name between ranks, and
+    records the environment, the optimizers' settings and exceptions.
+
+    Args:
+        recorder: The recorder of the same trainer.
+    """
+
+    def __init__(self, recorder: RunRecorder) -> None:
+        self._recorder = recorder
+        self._described = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        recorder = self._recorder
+        recorder._folder = folder = trainer.strategy.broadcast(recorder.folder)
+        for callback in trainer.checkpoint_callbacks:
+            if folder is not None and isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                callback.dirpath = str((folder / CHECKPOINTS).absolute())
+        if not self._described:
+            self._described = True
+            recorder.record_environment(
+                model=type(pl_module),
+                device=str(trainer.strategy.root_device),
+                strategy=type(trainer.strategy).__name__,
+                precision=trainer.precision,
+                num_processes=trainer.world_size,
+            )
+        recorder.record_event("start", stage=stage)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._recorder.log_hyperparams(
+            {"optimizers": [{"class": type(o), **o.defaults} for o in trainer.optimizers]}
+            if trainer.optimizers
+            else None
+        )
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._recorder.record_event(
+            "exception",
+            type=type(exception).__name__,
+            message=str(exception),
+            global_step=trainer.global_step,
+            traceback="".join(traceback.format_exception(exception)),
+        )
+
+
+def find_recorder(loggers: list[Logger]) -> RunRecorder | None:
+    """Return the run recorder among `loggers`, if any."""
+    return next((logger for logger in loggers if isinstance(logger, RunRecorder)), None)
+
+
+def _is_rank_zero() -> bool:
+    return getattr(rank_zero_only, "rank", 0) == 0
+
+
+def _flat(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield name and value of each metric; names of nested ones are joined by ``/``."""
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", float(value)

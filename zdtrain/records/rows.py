@@ -1,0 +1,176 @@
+"""From records to rows: values of one step that arrive in several pieces become one row, rows feed epoch statistics."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from zdtrain.records.types import StepRecord
+
+_MAX_OPEN_ROWS = 1000
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One line of `metrics.jsonl`, while it is being put together."""
+
+    step: int
+    epoch: int | None
+    batch_idx: int | None
+    wall_time: float
+    values: dict[str, float]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row as its JSON object, keys in file order."""
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "batch_idx": self.batch_idx,
+            "wall_time": round(self.wall_time, 6),
+            "values": self.values,
+        }
+
+
+class RowMerger:
+    """Merges step records and logger calls into one row per step.
+
+    A row stays open until a later training step arrives, because epoch means, validation metrics and learning rates
+    of a step reach loggers after its training values. Learning rates may also come before: training values can lag.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, Row] = {}
+        self._newest_training_step: int | None = None
+        self._epoch: int | None = None
+
+    def add(self, record: StepRecord) -> list[Row]:
+        """Merge `record`; return the rows that no later record of the same run is expected to touch."""
+        row = self._open.get(record.step)
+        if row is None:
+            row = self._open[record.step] = Row(
+                step=record.step, epoch=None, batch_idx=None, wall_time=record.wall_time, values={}
+            )
+        row.values.update(record.values)
+        if record.epoch is not None:
+            row.epoch = self._epoch = record.epoch
+        if record.batch_idx is not None:
+            row.batch_idx, row.wall_time = record.batch_idx, record.wall_time
+            self._newest_training_step = record.step
+        sealed_below = self._newest_training_step
+        if sealed_below is None or len(self._open) > _MAX_OPEN_ROWS:  # only logger calls: the newest one stays open
+            sealed_below = record.step
+        return self._seal(sealed_below)
+
+    def close(self) -> list[Row]:
+        """Return every open row."""
+        return self._seal(None)
+
+    def _seal(self, below: int | None) -> list[Row]:
+        if len(self._open) == 1 and below in self._open:  # the usual case, every step
+            return []
+        sealed = [self._open.pop(step) for step in sorted(self._open) if below is None or step < below]
+        for row in sealed:
+            if row.epoch is None:
+                row.epoch = self._epoch
+        return sealed
+
+
+@dataclass(slots=True)
+class MetricStatistics:
+    """Running statistics of one metric over one epoch, in float64 (Welford's update).
+
+    mean_n = mean_{n-1} + (x − mean_{n-1}) / n,  M2_n = M2_{n-1} + (x − mean_{n-1})(x − mean_n)
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    m2: float = 0.0
+    minimum: float = math.inf
+    maximum: float = -math.inf
+    last: float = math.nan
+    num_nonfinite: int = 0
+
+    def update(self, value: float) -> None:
+        """Take in one value; NaN and infinities are counted apart and leave the other statistics alone."""
+        self.last = value
+        if not math.isfinite(value):
+            self.num_nonfinite += 1
+            return
+        self.count += 1
+        delta = value - self.mean
+        self.mean += delta / self.count
+        self.m2 += delta * (value - self.mean)
+        self.minimum = min(self.minimum, value)
+        self.maximum = max(self.maximum, value)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return mean, population variance, min, max, count, last and the number of non-finite values."""
+        known = self.count > 0
+        return {
+            "mean": self.mean if known else None,
+            "variance": self.m2 / self.count if known else None,
+            "min": self.minimum if known else None,
+            "max": self.maximum if known else None,
+            "count": self.count,
+            "last": self.last,
+            "num_nonfinite": self.num_nonfinite,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class EpochStatistics:
+    """What `epochs.json` says of one epoch."""
+
+    epoch: int
+    first_step: int
+    last_step: int
+    first_wall_time: float
+    last_wall_time: float
+    num_steps: int = 0
+    metrics: dict[str, MetricStatistics] = field(default_factory=dict)
+
+    def update(self, row: Row) -> None:
+        """Take in a finished row of this epoch."""
+        self.first_step, self.last_step = min(self.first_step, row.step), max(self.last_step, row.step)
+        self.last_wall_time = max(self.last_wall_time, row.wall_time)
+        self.num_steps += row.batch_idx is not None
+        for name, value in row.values.items():
+            statistics = self.metrics.get(name)
+            if statistics is None:
+                statistics = self.metrics[name] = MetricStatistics()
+            statistics.update(value)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the epoch as its JSON object."""
+        return {
+            "epoch": self.epoch,
+            "first_step": self.first_step,
+            "last_step": self.last_step,
+            "num_steps": self.num_steps,
+            "seconds": round(self.last_wall_time - self.first_wall_time, 6),
+            "metrics": {name: statistics.as_dict() for name, statistics in self.metrics.items()},
+        }
+
+
+class EpochTable:
+    """Statistics of every epoch of a run."""
+
+    def __init__(self) -> None:
+        self._epochs: dict[int, EpochStatistics] = {}
+
+    def update(self, row: Row) -> None:
+        """Take in a finished row; rows outside any epoch are counted to epoch 0."""
+        epoch = row.epoch or 0
+        entry = self._epochs.get(epoch)
+        if entry is None:
+            entry = self._epochs[epoch] = EpochStatistics(
+                epoch=epoch,
+                first_step=row.step,
+                last_step=row.step,
+                first_wall_time=row.wall_time,
+                last_wall_time=row.wall_time,
+            )
+        entry.update(row)
+
+    def as_list(self) -> list[dict[str, Any]]:
+        """Return the epochs in order as JSON objects."""
+        return [self._epochs[epoch].as_dict() for epoch in sorted(self._epochs)]

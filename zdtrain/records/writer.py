@@ -1,0 +1,194 @@
+"""Writes one run folder. Lines are appended whole and documents replaced whole, so a kill leaves a readable folder."""
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from zdtrain.records.encoding import decode_float, dump_document, dump_line
+from zdtrain.records.folder import EPOCHS, EVENTS, METRICS, SUMMARY, SUPERSEDED
+from zdtrain.records.lock import FolderLock
+from zdtrain.records.rows import EpochTable, Row, RowMerger
+from zdtrain.records.types import RecordError, RecordWarning, StepRecord
+
+OnError = Literal["warn", "raise"]
+
+_STATE_SECONDS = 5.0  # how often epochs.json and summary.json are replaced while training
+
+
+class RunWriter:
+    """Appends records to a run folder in chunks.
+
+    Args:
+        folder: An existing folder: empty for a new run, or that of an earlier run, which is continued. The first row
+            of a continued run decides where it goes on: earlier rows of that step and later ones move to
+            ``superseded.jsonl``.
+        chunk_rows: Records kept before rows are converted and written.
+        chunk_seconds: Longest time in seconds that a record waits while others follow.
+        on_error: What a full disk or an unwritable folder does: ``"warn"`` once and record no more, or ``"raise"``.
+    """
+
+    def __init__(
+        self, folder: Path, *, chunk_rows: int = 256, chunk_seconds: float = 1.0, on_error: OnError = "warn"
+    ) -> None:
+        self.folder = folder
+        self._chunk_rows, self._chunk_seconds, self._on_error = chunk_rows, chunk_seconds, on_error
+        self._queue: list[StepRecord] = []
+        self._merger, self._epochs = RowMerger(), EpochTable()
+        self._summary: dict[str, Any] = {}
+        self._num_steps = self._num_new_steps = 0
+        self._last_step: int | None = None
+        self._last_values: dict[str, float] = {}
+        self._started = self._last_flush = time.monotonic()
+        self._last_state = 0.0
+        self._broken = False
+        self._opened: set[str] = set()
+        self._lock = FolderLock(folder)
+        self._continues = (folder / METRICS).is_file()
+
+    def add(self, record: StepRecord) -> None:
+        """Queue `record`; a full or old queue is converted and written."""
+        self._queue.append(record)
+        if len(self._queue) >= self._chunk_rows or time.monotonic() - self._last_flush >= self._chunk_seconds:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write every finished row; the newest step stays open, since its epoch values may still come."""
+        self._last_flush = time.monotonic()
+        records, self._queue = self._queue, []
+        rows = [row for record in records for row in self._merger.add(record)]
+        self._write_rows(rows)
+        if self._last_flush - self._last_state >= _STATE_SECONDS:
+            self.write_state()
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append one line to `events.jsonl`, at once."""
+        self._append(EVENTS, [dump_line({"wall_time": round(time.time(), 6), "kind": kind, **fields})])
+
+    def document(self, name: str, content: Any) -> None:
+        """Replace the JSON document `name` of the folder."""
+        self.text(name, dump_document(content))
+
+    def text(self, name: str, content: str) -> None:
+        """Replace the text file `name` of the folder."""
+
+        def replace() -> None:
+            target = self.folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            scratch = target.with_name(f".{target.name}.tmp")
+            scratch.write_text(content, encoding="utf-8")
+            scratch.replace(target)
+
+        self._guard(replace)
+
+    def summarize(self, **fields: Any) -> None:
+        """Set fields of `summary.json`; they are written with the next state."""
+        self._summary.update(fields)
+
+    def write_state(self) -> None:
+        """Replace `epochs.json` and `summary.json`."""
+        self._last_state = time.monotonic()
+        seconds = self._last_state - self._started
+        self.document(EPOCHS, self._epochs.as_list())
+        self.document(
+            SUMMARY,
+            {
+                "num_steps": self._num_steps or None,  # unknown where only logger calls were recorded
+                "last_step": self._last_step,
+                "seconds": round(seconds, 3),
+                "steps_per_second": round(self._num_new_steps / seconds, 3) if self._num_new_steps else None,
+                "last_values": self._last_values,
+                **self._summary,
+            },
+        )
+
+    def close(self, status: str) -> None:
+        """Write everything that is left, say in the summary how the run ended, and let others continue the folder.
+
+        Records that come later in this process are appended all the same.
+        """
+        self.flush()
+        self._write_rows(self._merger.close())
+        self.summarize(status=status)
+        self.write_state()
+        self._lock.release()
+
+    def _write_rows(self, rows: list[Row]) -> None:
+        if not rows:
+            return
+        if self._continues:
+            self._continues = False
+            self._guard(lambda: self._supersede_from(rows[0].step))
+        for row in rows:
+            self._count(row)
+            self._num_new_steps += row.batch_idx is not None
+        self._append(METRICS, [dump_line(row.as_dict()) for row in rows])
+
+    def _count(self, row: Row) -> None:
+        self._epochs.update(row)
+        self._num_steps += row.batch_idx is not None
+        self._last_step = row.step
+        self._last_values.update(row.values)
+
+    def _supersede_from(self, step: int) -> None:
+        """Keep the rows of an earlier run below `step`, count them, and move the others out of the way."""
+        kept, superseded = [], []
+        for line in read_whole_lines(self.folder / METRICS):
+            row = json.loads(line)
+            if row["step"] >= step:
+                superseded.append(line)
+                continue
+            kept.append(line)
+            row["values"] = {name: decode_float(value) for name, value in row["values"].items()}
+            self._count(Row(**row))
+        if superseded:
+            self._append(SUPERSEDED, superseded)
+        self.text(METRICS, "".join(f"{line}\n" for line in kept))
+
+    def _append(self, name: str, lines: list[str]) -> None:
+        def append() -> None:
+            path = self.folder / name
+            if name not in self._opened:
+                self._opened.add(name)
+                _drop_torn_line(path)
+            with open(path, "ab") as file:
+                file.write(("\n".join(lines) + "\n").encode())
+
+        self._guard(append)
+
+    def _guard(self, write: Callable[[], None]) -> None:
+        if self._broken:
+            return
+        try:
+            self._lock.acquire()
+            write()
+        except OSError as error:
+            self._broken = True
+            reason = f"cannot write the run folder {self.folder}: {error.strerror or error}"
+            if self._on_error == "raise":
+                raise RecordError(f"{reason}. Free space or choose another folder with records=PATH.") from error
+            warnings.warn(
+                f"{reason}. Training goes on, nothing more is recorded; pass RunRecorder(on_error='raise') to stop.",
+                RecordWarning,
+                stacklevel=2,
+            )
+
+
+def read_whole_lines(path: Path) -> list[str]:
+    """Return the complete JSON lines of `path`; a last line that a kill tore off is left out."""
+    if not path.is_file():
+        return []
+    text = path.read_bytes()
+    return text[: text.rfind(b"\n") + 1].decode().splitlines()
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off what a kill left of a last line, so that the next line starts on its own."""
+    if path.is_file():
+        text = path.read_bytes()
+        whole = text.rfind(b"\n") + 1
+        if whole < len(text):
+            os.truncate(path, whole)
