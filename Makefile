@@ -1,5 +1,5 @@
 # `make demo` and `make test` set up .venv when it is missing; later calls only check time stamps.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -41,5 +41,5 @@ $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(BIN)/python:
-	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON) not found: set PYTHON to an interpreter of 3.11 or later" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or later is needed, found {sys.version}: set PYTHON")'
 	$(PYTHON) -m venv $(VENV)

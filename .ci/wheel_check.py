@@ -30,6 +30,8 @@ trainer = zdtrain.Trainer(
     limit_val_batches=2,
     logger=False,
     enable_checkpointing=False,
+    enable_model_summary=False,
+    enable_progress_bar=False,
 )
 trainer.fit(model)
 assert trainer.global_step == 4, trainer.global_step

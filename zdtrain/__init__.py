@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 _LAZY = {"Trainer": "zdtrain.trainer"}
 
-__all__ = ["Trainer", "__version__"]  # noqa: F822 - Trainer is resolved by __getattr__
+__all__ = ["Trainer", "__version__"]
 
 
 def __getattr__(name: str) -> object:
