@@ -11,6 +11,10 @@ class ConfigError(ZDTrainError, ValueError):
     """An option has a value that cannot be used; the message names the option, the value and the remedy."""
 
 
+class LossShapeError(ZDTrainError, ValueError):
+    """A training step returned a loss that is not a single number."""
+
+
 class ZDTrainWarning(UserWarning):
     """Base of every warning that zdtrain gives."""
 

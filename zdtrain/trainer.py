@@ -1,7 +1,59 @@
 """The `lightning.pytorch.Trainer` subclass that people import."""
 
+import inspect
+from pathlib import Path
+from typing import Any
+
 from lightning.pytorch import Trainer as LightningTrainer
+
+from zdtrain.config import TrainerOptions
+from zdtrain.device import runtime_for
+from zdtrain.drain import Drain
+from zdtrain.loop.connector import LoggerConnector
+from zdtrain.loop.epoch import EpochLoop
+from zdtrain.loop.results import StepResults
 
 
 class Trainer(LightningTrainer):
-    """Placeholder until the loop lands; see docs/architecture.md."""
+    """Lightning's Trainer with a training loop that does not wait for the device.
+
+    Takes every argument of `lightning.pytorch.Trainer`, and the fields of `zdtrain.config.TrainerOptions`.
+
+    Args:
+        records: Write a run folder: ``True`` for ``runs/`` under `default_root_dir`, a path for another place.
+        lightning_quirks: Keep stock Lightning's behaviour where zdtrain trains differently on purpose.
+        **kwargs: Arguments of `lightning.pytorch.Trainer`.
+
+    Raises:
+        ConfigError: An option has a value that cannot be used.
+
+    Example:
+        >>> from zdtrain import Trainer
+        >>> trainer = Trainer(max_epochs=3, accelerator="cpu")
+    """
+
+    def __init__(self, *, records: bool | str | Path = False, lightning_quirks: bool = False, **kwargs: Any) -> None:
+        self.options = TrainerOptions(records=records, lightning_quirks=lightning_quirks)
+        super().__init__(**kwargs)
+        self.drain = Drain(runtime_for(self.strategy.root_device))
+        self._logger_connector = LoggerConnector(self, self._logger_connector, self.drain)
+        self.fit_loop.epoch_loop = EpochLoop(self, self.fit_loop.epoch_loop, lightning_quirks=lightning_quirks)
+        for loop in (self.validate_loop, self.test_loop):
+            loop._results = StepResults(training=False)
+
+    def _run_stage(self) -> Any:
+        try:
+            return super()._run_stage()
+        finally:
+            self.drain.flush()  # nothing that a finished step logged is lost, whatever ended the stage
+
+
+def _joint_signature() -> inspect.Signature:
+    """Return stock's parameters followed by ours: what environment defaults, LightningCLI and jsonargparse read."""
+    stock = inspect.signature(LightningTrainer.__init__).parameters
+    ours = inspect.signature(Trainer.__init__).parameters
+    named = [p for p in ours.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    return inspect.Signature([*stock.values(), *named], return_annotation=None)
+
+
+Trainer.__init__.__signature__ = _joint_signature()  # type: ignore[attr-defined]

@@ -1,0 +1,135 @@
+"""Where logged values become visible: the dictionaries of the Trainer and, through the drain, the loggers."""
+
+from typing import Any
+
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _OUT_DICT, _PBAR_DICT
+from torch import Tensor
+
+from zdtrain.drain import Drain, Value
+from zdtrain.loop.results import StepResults
+
+
+class LoggerConnector(_LoggerConnector):
+    """Stock Lightning's connector, with two things made lazy.
+
+    A step's metrics enter ``callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics`` when one of them is read or
+    when the results are about to change, not after every batch. Loggers are called when their numbers have arrived.
+
+    Args:
+        trainer: The Trainer.
+        stock: The connector it replaces, whose state is taken over.
+        drain: The way to the host.
+    """
+
+    def __init__(self, trainer: Trainer, stock: _LoggerConnector, drain: Drain) -> None:
+        super().__init__(trainer)
+        self.__dict__.update(stock.__dict__)
+        self.drain = drain
+        self._unpublished: StepResults | None = None  # results of a step that ended, not in the dictionaries yet
+
+    def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
+        """Take note of the new batch."""
+        if self._unpublished is not None and self._unpublished is not self.trainer._results:
+            self.publish()
+        super().on_batch_start(batch, dataloader_idx)
+
+    def on_batch_end(self) -> None:
+        """Fold the step's values into the epoch and drop the batch."""
+        results = self.trainer._results
+        assert isinstance(results, StepResults)
+        self.end_step(results)
+
+    def end_step(self, results: StepResults) -> None:
+        """Do what `on_batch_end` does, for results that are already at hand."""
+        results.commit()
+        results.batch = None
+        results.batch_size = None
+        self._unpublished = results
+
+    def publish(self) -> None:
+        """Put the last step's values into the dictionaries."""
+        results, self._unpublished = self._unpublished, None
+        if results is not None:
+            self._update(results.metrics(on_step=True))
+
+    def _update(self, metrics: _METRICS) -> None:
+        self._progress_bar_metrics.update(metrics["pbar"])
+        self._callback_metrics.update(metrics["callback"])
+        self._logged_metrics.update(metrics["log"])
+
+    def epoch_end_reached(self) -> None:
+        """Switch from step values to epoch values."""
+        self.publish()
+        super().epoch_end_reached()
+
+    def reset_metrics(self) -> None:
+        """Empty the dictionaries."""
+        self._unpublished = None
+        super().reset_metrics()
+
+    def reset_results(self) -> None:
+        """Start a new epoch."""
+        self.publish()
+        super().reset_results()
+
+    @property
+    def callback_metrics(self) -> _OUT_DICT:
+        """Current values for callbacks: the live dictionary, holding tensors."""
+        self.publish()
+        return super().callback_metrics
+
+    @property
+    def logged_metrics(self) -> _OUT_DICT:
+        """Current values for loggers: the live dictionary, holding tensors."""
+        self.publish()
+        return super().logged_metrics
+
+    @property
+    def progress_bar_metrics(self) -> _PBAR_DICT:
+        """Current values for a progress bar, as numbers."""
+        self.publish()
+        shown = super().progress_bar_metrics
+        tensors = {name: value for name, value in shown.items() if isinstance(value, Tensor)}
+        if tensors:
+            self.drain.submit(list(tensors.values()), lambda numbers: shown.update(zip(tensors, numbers, strict=True)))
+            self.drain.flush()
+        return shown
+
+    def log_metrics(self, metrics: _OUT_DICT, step: int | None = None) -> None:
+        """Send `metrics` to the loggers once their numbers are on the host; see the base class."""
+        if not self.trainer.loggers or not metrics:
+            return
+        self._logged_metrics.update(metrics)
+        if not all(isinstance(value, Tensor) and value.numel() == 1 for value in metrics.values()):
+            self.drain.flush()
+            self._deliver(convert_tensors_to_scalars(metrics), step, self._default_step())
+            return
+        names, default = list(metrics), self._default_step()
+        self.drain.submit(
+            list(metrics.values()),
+            lambda numbers: self._deliver(dict(zip(names, numbers, strict=True)), step, default),
+        )
+
+    def _default_step(self) -> tuple[int, int]:
+        return self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop._batches_that_stepped
+
+    def _deliver(self, scalars: dict[str, Value], step: int | None, default: tuple[int, int]) -> None:
+        if step is None:
+            logged_step = scalars.pop("step", None)
+            if logged_step is not None:
+                step = int(logged_step)
+            else:
+                epoch, step = default
+                scalars.setdefault("epoch", epoch)
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics=scalars, step=step)
+            logger.save()
+
+    def teardown(self) -> None:
+        """Bring everything to the host."""
+        self.publish()
+        self.drain.flush()
+        super().teardown()

@@ -1,0 +1,112 @@
+"""The training epoch: stock Lightning's loop with a short path from one batch to the next."""
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from zdtrain.errors import FallbackReason
+from zdtrain.loop.connector import LoggerConnector
+from zdtrain.loop.optimization import WindowedOptimization
+from zdtrain.loop.plan import StepPlan, reasons_for_stock
+from zdtrain.loop.results import StepResults
+
+
+class EpochLoop(_TrainingEpochLoop):
+    """Runs an epoch's batches; counters, checkpoints, validation and restarts stay stock.
+
+    Attribute names are part of Lightning's checkpoint format and stay as they are.
+
+    Args:
+        trainer: The Trainer.
+        stock: The loop it replaces.
+        lightning_quirks: See `TrainerOptions.lightning_quirks`.
+    """
+
+    def __init__(self, trainer: Trainer, stock: _TrainingEpochLoop, *, lightning_quirks: bool) -> None:
+        super().__init__(trainer, min_steps=stock.min_steps, max_steps=stock.max_steps)
+        self.automatic_optimization = WindowedOptimization(trainer, lightning_quirks=lightning_quirks)
+        self._results = StepResults(training=True)
+        self.val_loop._results = StepResults(training=False)
+        self.plan: StepPlan | None = None
+        self.fallbacks: list[FallbackReason] = []
+
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        """Prepare the epoch, and resolve once what its steps need."""
+        super().on_run_start(data_fetcher)
+        reasons = list(reasons_for_stock(self.trainer, data_fetcher))
+        self.plan = None if reasons else StepPlan(self.trainer, data_fetcher)
+        for reason in reasons:
+            self._note(reason)
+
+    def _note(self, reason: FallbackReason) -> None:
+        if reason not in self.fallbacks:
+            self.fallbacks.append(reason)
+            self._warning_cache.info(f"zdtrain: steps run on stock Lightning's loop: {reason}")
+
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        """Run one batch.
+
+        Raises:
+            StopIteration: The batches are used up, or the module ended the epoch by returning -1.
+        """
+        plan = self.plan
+        if plan is None or self.restarting or plan.hooks.n_callbacks != len(self.trainer.callbacks):  # type: ignore[attr-defined]
+            super().advance(data_fetcher)
+            return
+        self.val_loop.restarting = False
+        progress = self.batch_progress
+        batch_idx = progress.current.ready
+        batch = plan.feed.next()
+        progress.is_last_batch = data_fetcher.done
+        progress.increment_ready()
+        connector: LoggerConnector = self.trainer._logger_connector  # type: ignore[assignment]
+        connector.on_batch_start(batch)
+        last = self._num_ready_batches_reached()
+        outputs: Any = None
+        stop = False
+        if batch is None:
+            self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+        else:
+            stop = plan.hooks("on_train_batch_start", batch, batch_idx) == -1
+            if stop:
+                progress.increment_by(0, is_last_batch=True)
+            else:
+                progress.increment_started()
+                outputs = plan.step.run(batch, batch_idx, self._should_accumulate())
+        progress.increment_processed()
+        if plan.step_schedulers:
+            self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if (last or stop) and plan.epoch_schedulers:
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if stop:
+            raise StopIteration
+        plan.hooks("on_train_batch_end", outputs, batch, batch_idx)
+        connector.end_step(self._results)  # type: ignore[arg-type]
+        progress.increment_completed()
+        self._log_step(connector)
+
+    def _log_step(self, connector: LoggerConnector) -> None:
+        trainer = self.trainer
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        due = every and (self._batches_that_stepped + 1) % every == 0
+        if (due or trainer.should_stop or trainer.fast_dev_run) and not self._should_accumulate():  # type: ignore[attr-defined]
+            connector.update_train_step_metrics()
+
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        """Validate, update plateau schedulers and count, where there is any of it to do."""
+        plan, trainer = self.plan, self.trainer
+        trainer._logger_connector.drain.poll()  # type: ignore[attr-defined]
+        if plan is None or plan.validates or plan.step_plateaus or trainer.should_stop or self._skip_next_val:
+            super().on_advance_end(data_fetcher)
+            return
+        if not self._should_accumulate():
+            self._batches_that_stepped += 1
+        if trainer.received_sigterm and not self._is_training_done:
+            raise SIGTERMException
+
+
+# The profiler names its actions after the class.
+EpochLoop.__name__ = "_TrainingEpochLoop"

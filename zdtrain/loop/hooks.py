@@ -1,0 +1,85 @@
+"""Which hooks somebody overrides, resolved once per epoch, so that a step calls those and no others."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from zdtrain.consumers.progress import throttled
+
+STEP_HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+
+_MISSING = object()
+
+
+def overrides(instance: object, name: str, base: type) -> bool:
+    """Return whether hook `name` of `instance` is anything but its base class's own; instance attributes count."""
+    if name in getattr(instance, "__dict__", {}):
+        return True
+    return getattr(type(instance), name, _MISSING) is not getattr(base, name)
+
+
+class Hooks:
+    """The overridden step hooks of the callbacks and the module, in stock Lightning's order.
+
+    Args:
+        trainer: The Trainer, with its module attached.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        module = trainer.lightning_module
+        self._attributes = module.__dict__  # `_current_fx_name` is written past nn.Module's `__setattr__`
+        self.n_callbacks = len(trainer.callbacks)  # type: ignore[attr-defined]
+        self._calls: dict[str, list[Callable[..., Any]]] = {}
+        self._own: dict[str, Callable[..., Any] | None] = {}
+        for name in STEP_HOOKS:
+            calls = [callback_hook(callback, name) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+            self._calls[name] = [partial(call, trainer, module) for call in calls if call is not None]
+            own = getattr(module, name)
+            self._own[name] = own if overrides(module, name, LightningModule) and callable(own) else None
+        self.nobody = frozenset(n for n in STEP_HOOKS if not self._calls[n] and self._own[n] is None)
+
+    def __call__(self, name: str, *args: Any) -> Any:
+        """Call hook `name` of everybody who overrides it; return what the module's own returned."""
+        if name in self.nobody:
+            return None
+        attributes = self._attributes
+        previous = attributes["_current_fx_name"]
+        attributes["_current_fx_name"] = name
+        for call in self._calls[name]:
+            call(*args)
+        own = self._own[name]
+        output = own(*args) if own is not None else None
+        attributes["_current_fx_name"] = previous
+        return output
+
+
+def callback_hook(callback: Callback, name: str) -> Callable[..., Any] | None:
+    """Return the hook to call, or None where there is nothing that it could do."""
+    hook = getattr(callback, name)
+    if not callable(hook) or not overrides(callback, name, Callback):
+        return None
+    if name == "on_train_batch_end":
+        if checkpoints_by_epoch_only(callback):
+            return None
+        return throttled(callback)
+    return hook  # type: ignore[no-any-return]
+
+
+def checkpoints_by_epoch_only(callback: Callback) -> bool:
+    """Return whether `callback` is a stock ModelCheckpoint that never saves between batches."""
+    return (
+        isinstance(callback, ModelCheckpoint)
+        and not overrides(callback, "on_train_batch_end", ModelCheckpoint)
+        and callback._every_n_train_steps < 1
+        and callback._train_time_interval is None
+    )

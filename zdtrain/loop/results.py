@@ -1,0 +1,280 @@
+"""What `self.log` declared, kept in device-resident slots instead of one torchmetrics object per call."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _METRICS,
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+    warning_cache,
+)
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torchmetrics import Metric
+
+from zdtrain.slots import IDENTITY, Reduction, SlotBank, fold
+
+
+class MetricSlot(_ResultMetric):
+    """One logged key: a 0-D cell for the step's value, a 0-D accumulator for the epoch, a weight counted on the host.
+
+    Stock Lightning sees an ordinary `_ResultMetric`; only the storage differs. A value written in a step is folded into the
+    epoch when the step ends (`StepResults.commit`) or when somebody reads, whichever comes first.
+
+    Args:
+        meta: Flags of the `self.log` call.
+        reduction: How step values are combined over an epoch.
+        bank: Where the slot lives.
+    """
+
+    def __init__(self, meta: _Metadata, reduction: Reduction, bank: SlotBank) -> None:
+        Metric.__init__(self)  # not _ResultMetric's: it would register states of its own
+        self.is_tensor = True
+        self.meta = meta
+        self.has_reset = False
+        self.reduction = reduction
+        self.weight: Any = 0  # batch sizes seen this epoch; a Tensor where the user logs tensor batch sizes
+        self.pending: Any = None  # batch size of a value that is not folded into the epoch yet
+        self.attach(bank)
+
+    def attach(self, bank: SlotBank) -> None:
+        """Take a cell of `bank`; what an earlier cell accumulated comes along."""
+        earlier = self.__dict__.get("total")
+        self.bank = bank
+        self.index, self.cell, self.total = bank.allocate()
+        if earlier is not None:
+            self.total.copy_(earlier)
+
+    @property
+    def value(self) -> Tensor:  # type: ignore[override]
+        """Epoch accumulator, shape=(); for a step-only slot the last value."""
+        self.settle()
+        return self.cell if self.reduction == "step" else self.total
+
+    @property
+    def cumulated_batch_size(self) -> Tensor:  # type: ignore[override]
+        """Sum of the batch sizes that a mean was weighted with, shape=(), dtype=int64."""
+        self.settle()
+        return torch.as_tensor(self.weight, device=self.cell.device)
+
+    def write(self, value: Tensor | float, batch_size: Any) -> None:
+        """Put the step's value into the cell, to be folded into the epoch later."""
+        d = self.__dict__  # nn.Module's attribute machinery costs more than the update
+        if d["pending"] is not None:
+            self.settle()
+        if isinstance(value, Tensor):
+            d["cell"].copy_(value.detach(), non_blocking=True)
+        else:
+            d["cell"].fill_(value)
+        d["pending"] = batch_size
+        d["bank"].written[d["index"]] = self
+
+    def take(self, value: Tensor, batch_size: Any) -> None:
+        """Write a value that has to be reduced over processes, or noted as not floating, first."""
+        if not torch.is_floating_point(value):
+            warn_not_floating(self.meta, self.cell.dtype)
+        self.write(value, batch_size)
+        if self.meta.on_step and self.meta.sync.should:
+            self.settle()  # the epoch is reduced once, at its end: it takes this process's value
+            self.cell.copy_(self.meta.sync(self.cell.clone()))
+
+    def settle(self) -> None:
+        """Fold a pending value into the epoch by itself."""
+        if self.pending is None:
+            return
+        value = self.cell * self.pending if self.reduction == "mean" else self.cell
+        fold(self.reduction, self.total, value)
+        self.note_folded()
+
+    def note_folded(self) -> None:
+        """Do the host's share of an update: counts and stale caches."""
+        d = self.__dict__
+        d["weight"] = d["weight"] + d["pending"]
+        d["pending"] = None
+        d["has_reset"] = False
+        d["_computed"] = None
+        d["_update_count"] += 1
+
+    def compute(self) -> Tensor:
+        """Return the epoch's value, reduced over processes where the user asked for it."""
+        value = self.meta.sync(self.value.clone())
+        if self.reduction != "mean":
+            return value
+        return value / (self.meta.sync(self.cumulated_batch_size) if self.meta.sync.should else self.weight)
+
+    def reset(self) -> None:
+        """Start a new epoch at the same addresses."""
+        d = self.__dict__
+        self.total.fill_(IDENTITY[self.reduction])
+        d["weight"], d["pending"], d["_computed"], d["_update_count"], d["has_reset"] = 0, None, None, 0, True
+
+    def to(self, *args: Any, **kwargs: Any) -> "MetricSlot":
+        """Leave the bank for storage of its own on another device (teardown)."""
+        self.settle()
+        d = self.__dict__
+        for name in ("cell", "total", "_computed"):
+            if isinstance(d[name], Tensor):
+                d[name] = d[name].to(*args, **kwargs)
+        return self
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.meta.name!r}, value={self.value}, weight={self.weight})"
+
+
+class StepResults(_ResultCollection):
+    """The results of one loop, with its 0-D tensors in banks.
+
+    Values that a slot cannot hold (torchmetrics objects, values logged with their graph) stay stock `_ResultMetric`s.
+    """
+
+    def __init__(self, training: bool) -> None:
+        super().__init__(training)
+        self.banks: list[SlotBank] = []
+
+    def log(  # noqa: D102 - LightningModule.log documents it
+        self,
+        fx: str,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool = False,
+        on_epoch: bool = True,
+        reduce_fx: Callable[..., Any] | str = torch.mean,
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_fn: Callable[..., Any] = _Sync.no_op,
+        sync_dist_group: Any | None = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        index = self.dataloader_idx if add_dataloader_idx else None
+        suffix = "" if index is None else f".{index}"
+        meta = _Metadata(
+            fx=f"{fx}{suffix}",
+            name=name,
+            prog_bar=prog_bar,
+            logger=logger,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduce_fx=reduce_fx,  # type: ignore[arg-type]
+            enable_graph=enable_graph,
+            add_dataloader_idx=add_dataloader_idx,
+            dataloader_idx=self.dataloader_idx,
+            metric_attribute=metric_attribute,
+        )
+        meta.sync = _Sync(_should=sync_dist, fn=sync_dist_fn, _group=sync_dist_group, rank_zero_only=rank_zero_only)
+        key = f"{fx}.{name}{suffix}"
+        if key not in self:
+            self[key] = self._declare(meta, value)
+        elif meta != self[key].meta:
+            raise MisconfigurationException(
+                f"You called `self.log({name}, ...)` twice in `{meta.fx}` with different arguments. This is not allowed"
+            )
+        metric = self[key]
+        size = self._extract_batch_size(metric, batch_size, meta)
+        if isinstance(metric, MetricSlot):
+            self._fit(metric, value)
+            metric.take(value, size)
+        else:
+            metric.to(value.device)
+            self.update_metrics(key, value if enable_graph or isinstance(value, Metric) else value.detach(), size)
+
+    def _declare(self, meta: _Metadata, value: Any) -> _ResultMetric:
+        if not isinstance(value, Tensor) or meta.enable_graph or value.is_complex():
+            return _ResultMetric(meta, isinstance(value, Tensor))
+        reduction: Reduction = meta.reduce_fx.__name__ if meta.on_epoch else "step"  # type: ignore[assignment]
+        return MetricSlot(meta, reduction, self._bank(value.device, slot_dtype(value), reduction))
+
+    def _fit(self, slot: MetricSlot, value: Tensor) -> None:
+        """Move `slot` where `value` fits: another device, or a wider dtype than before."""
+        dtype = torch.promote_types(slot.cell.dtype, slot_dtype(value))
+        if slot.cell.device != value.device or slot.cell.dtype != dtype:
+            slot.settle()
+            slot.attach(self._bank(value.device, dtype, slot.reduction))
+
+    def _bank(self, device: torch.device, dtype: torch.dtype, reduction: Reduction) -> SlotBank:
+        for bank in self.banks:
+            if bank.key == (device, dtype, reduction) and not bank.full:
+                return bank
+        self.banks.append(SlotBank(device, dtype, reduction))
+        return self.banks[-1]
+
+    def commit(self) -> None:
+        """Fold the values of the step that ended into the epoch: one operation for a bank that was written whole."""
+        for bank in self.banks:
+            if not bank.written:
+                continue
+            slots = bank.written.values()
+            sizes = {slot.pending for slot in slots}
+            size = sizes.pop()
+            if len(slots) == bank.size and not sizes and type(size) is int:
+                bank.accumulate_all(size)
+                for slot in slots:
+                    slot.note_folded()
+            else:
+                for slot in slots:
+                    slot.settle()
+            bank.written.clear()
+
+    @staticmethod
+    def _get_cache(result_metric: _ResultMetric, on_step: bool) -> Tensor | None:
+        if on_step and isinstance(result_metric, MetricSlot):
+            # a clone, because the next step overwrites the cell
+            return result_metric.cell.clone() if result_metric.meta.on_step else None
+        return _ResultCollection._get_cache(result_metric, on_step)
+
+    def metrics(self, on_step: bool) -> _METRICS:
+        """Return the current values as stock does, but with progress bar values left on the device."""
+        self.commit()
+        found = _METRICS(callback={}, log={}, pbar={})
+        for _, metric in self.valid_items():
+            value = self._get_cache(metric, on_step)
+            if not isinstance(value, Tensor):
+                continue
+            name, forked_name = self._forked_name(metric, on_step)
+            if metric.meta.logger:
+                found["log"][forked_name] = value
+            if self.training or (metric.meta.on_epoch and not on_step):
+                found["callback"][name] = value
+                found["callback"][forked_name] = value
+            if metric.meta.prog_bar:
+                found["pbar"][forked_name] = value  # type: ignore[assignment]
+        return found
+
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        """Start a new epoch for the metrics of one kind or hook; see the base class."""
+        self.commit()
+        super().reset(metrics=metrics, fx=fx)
+
+    def to(self, *args: Any, **kwargs: Any) -> "StepResults":
+        """Move all data; slots leave their banks."""
+        self.commit()
+        for metric in self.values():
+            metric.to(*args, **kwargs)
+        return self
+
+
+def slot_dtype(value: Tensor) -> torch.dtype:
+    """Return the dtype that `value` is kept in: float64 stays, all else takes the default dtype, at least float32."""
+    if value.dtype == torch.float64:
+        return torch.float64
+    default = torch.get_default_dtype()
+    return default if default in (torch.float32, torch.float64) else torch.float32
+
+
+def warn_not_floating(meta: _Metadata, dtype: torch.dtype) -> None:
+    """Say once that an integer metric is stored as floating point, in stock Lightning's words."""
+    warning_cache.warn(
+        f"You called `self.log({meta.name!r}, ...)` in your `{meta.fx}` but the value needs to"
+        f" be floating to be reduced. Converting it to {dtype}."
+        " You can silence this warning by converting the value to floating point yourself."
+        " If you don't intend to reduce the value (for instance when logging the global step or epoch) then"
+        f" you can use `self.logger.log_metrics({{{meta.name!r}: ...}})` instead."
+    )

@@ -1,0 +1,189 @@
+"""One training step, run eagerly: Lightning's semantics and hook order without its layers."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zdtrain.errors import LossShapeError
+from zdtrain.loop.hooks import Hooks, overrides
+from zdtrain.loop.log import StepLog, can_replace_log
+from zdtrain.loop.optimization import WindowedOptimization
+
+
+class EagerStep:
+    """Runs ``training_step``, backward, clipping and the optimizer for one batch of automatic optimization.
+
+    Args:
+        trainer: The Trainer, with its module attached.
+        hooks: The overridden step hooks.
+    """
+
+    def __init__(self, trainer: Trainer, hooks: Hooks) -> None:
+        module = trainer.lightning_module
+        epoch_loop = trainer.fit_loop.epoch_loop
+        self._trainer = trainer
+        self._module = module
+        self._attributes = module.__dict__
+        self._hooks = hooks
+        self._optimization: WindowedOptimization = epoch_loop.automatic_optimization  # type: ignore[assignment]
+        self._progress = self._optimization.optim_progress.optimizer
+        self._optimizer: Optimizer = trainer.strategy._optimizers[0]
+        self._takes_batch_idx = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        self._forward_context = forward_context(trainer.precision_plugin)
+        self._log = (
+            StepLog(module, "training_step", epoch_loop._results, trainer._logger_connector)  # type: ignore[arg-type]
+            if can_replace_log(module)
+            else None
+        )
+        self._parameters = plain_parameters(self._optimizer, module)
+        self._clips = overrides(module, "configure_gradient_clipping", LightningModule) or bool(
+            trainer.gradient_clip_val
+        )
+        self._returns_output = "on_train_batch_end" not in hooks.nobody
+        self._batch: Any = None
+        self._batch_idx = 0
+        self._loss: Tensor | None = None
+        self._output: Any = None
+
+    def run(self, batch: Any, batch_idx: int, accumulate: bool) -> dict[str, Any]:
+        """Train on `batch`; step the optimizer unless the window goes on.
+
+        Returns:
+            What `on_train_batch_end` gets: the detached loss under ``"loss"`` and what else the step returned.
+        """
+        self._batch, self._batch_idx = batch, batch_idx
+        if accumulate:
+            with torch.enable_grad():
+                self._forward_backward()
+        else:
+            progress = self._progress.step
+            progress.increment_ready()
+            # The optimizer gets the whole step as its closure, as in stock: hooks registered on it, optimizers that
+            # evaluate more than once and schedulers that count its calls all see what they would see there.
+            self._optimizer.step(self._closure)
+            progress.increment_completed()
+        output, loss = self._output, self._loss
+        self._batch = self._output = self._loss = None
+        if loss is None or not self._returns_output:
+            return {}
+        outputs = {"loss": loss}
+        if output is not None:
+            outputs.update((key, value) for key, value in output.items() if key != "loss")
+        return outputs
+
+    def _closure(self) -> Tensor | None:
+        self._forward_backward()
+        self._optimization.correct_gradients(self._optimizer, self._batch_idx)
+        self._hooks("on_before_optimizer_step", self._optimizer)
+        if self._clips:
+            self._module.configure_gradient_clipping(
+                self._optimizer,
+                gradient_clip_val=self._trainer.gradient_clip_val,
+                gradient_clip_algorithm=self._trainer.gradient_clip_algorithm,
+            )
+        return self._loss
+
+    def _forward_backward(self) -> None:
+        loss = self._forward()
+        if self._batch_idx % self._trainer.accumulate_grad_batches == 0:
+            self._zero_grad()
+        if loss is None:
+            self._loss = None
+            Closure.warning_cache.warn(
+                "`training_step` returned `None`. If this was on purpose, ignore this warning..."
+            )
+            return
+        # a copy: what `on_train_batch_end` keeps must not change with the loss
+        self._loss = loss.detach().clone() if self._returns_output else loss.detach()
+        self._hooks("on_before_backward", loss)
+        attributes = self._attributes
+        previous = attributes["_current_fx_name"]
+        attributes["_current_fx_name"] = "backward"
+        self._module.backward(loss)
+        attributes["_current_fx_name"] = previous
+        self._hooks("on_after_backward")
+
+    def _forward(self) -> Tensor | None:
+        attributes = self._attributes
+        previous = attributes["_current_fx_name"]
+        attributes["_current_fx_name"] = "training_step"
+        if self._log is not None:
+            attributes["log"] = self._log
+        try:
+            if self._forward_context is None:
+                output = self._training_step()
+            else:
+                with self._forward_context():
+                    output = self._training_step()
+        finally:
+            if self._log is not None:
+                attributes.pop("log", None)
+        attributes["_current_fx_name"] = previous
+        divisor = self._optimization.divisor(self._batch_idx)
+        if type(output) is Tensor:
+            loss = output
+            self._output = None
+        else:
+            result = ClosureResult.from_training_step_output(output, 1)
+            if result.closure_loss is None:
+                return None
+            loss = output["loss"] if not isinstance(output, Tensor) else output
+            self._output = None if isinstance(output, Tensor) else output
+        if loss.dim() != 0:
+            loss = one_element(loss)
+        return loss if divisor == 1 else loss / divisor
+
+    def _training_step(self) -> Any:
+        if self._takes_batch_idx:
+            return self._module.training_step(self._batch, self._batch_idx)
+        return self._module.training_step(self._batch)
+
+    def _zero_grad(self) -> None:
+        progress = self._progress.zero_grad
+        progress.increment_ready()
+        self._hooks("on_before_zero_grad", self._optimizer)
+        progress.increment_started()
+        if self._parameters is not None:
+            for parameter in self._parameters:
+                parameter.grad = None
+        else:
+            self._module.optimizer_zero_grad(self._trainer.current_epoch, self._batch_idx, self._optimizer)
+        progress.increment_completed()
+
+
+def forward_context(precision: Precision) -> Callable[[], AbstractContextManager[None]] | None:
+    """Return the context that `precision` runs a training step in; None where it does nothing."""
+    plain = (
+        type(precision).train_step_context is Precision.train_step_context
+        and type(precision).forward_context is Precision.forward_context
+    )
+    return None if plain else precision.train_step_context
+
+
+def plain_parameters(optimizer: Optimizer, module: LightningModule) -> list[torch.nn.Parameter] | None:
+    """Return the parameters whose gradients zeroing drops; None where zeroing is somebody's own."""
+    if overrides(optimizer, "zero_grad", Optimizer) or overrides(module, "optimizer_zero_grad", LightningModule):
+        return None
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def one_element(loss: Tensor) -> Tensor:
+    """Return a loss of one element as a 0-D tensor.
+
+    Raises:
+        LossShapeError: There is more than one element.
+    """
+    if loss.numel() != 1:
+        raise LossShapeError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}; a loss is one number. "
+            "Reduce it, e.g. `loss.mean()`, or `loss.sum()` where the batch size must not matter."
+        )
+    return loss.reshape(())
