@@ -1,0 +1,67 @@
+"""Gradient norms and clipping that never leave the device."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from zdtrain.optim.updates import LOW_PRECISION
+
+EPS = 1e-6  # the same guard as torch.nn.utils.clip_grad_norm_
+
+
+def total_norm(grads: list[Tensor]) -> Tensor:
+    r"""Return the L2 norm over all gradients, :math:`\sqrt{\sum_i \lVert g_i \rVert^2}`.
+
+    Args:
+        grads: Dense gradients on one device. Sixteen-bit ones are accumulated in float32.
+
+    Returns:
+        A 0-D tensor, float32 (float64 if a gradient is).
+
+    Example:
+        >>> total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+        tensor(5.)
+    """
+    norms: list[Tensor] = []
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        accumulate = torch.float32 if dtype in LOW_PRECISION else dtype
+        norms.extend(torch._foreach_norm([g for g in grads if g.dtype is dtype], 2, dtype=accumulate))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+def clip_divisor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    r"""Return what clipped gradients are divided by, :math:`\max(1, (\lVert g \rVert + 10^{-6}) / c)`."""
+    return ((norm + EPS) / max_norm).clamp(min=1)
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float | Tensor) -> Tensor:
+    """Scale the gradients so that their total L2 norm is at most `max_norm`, which may be a device scalar.
+
+    ``torch.nn.utils.clip_grad_norm_`` converts its threshold to a Python number; this one reads nothing back, so the
+    threshold can change between replays of a captured step.
+
+    Args:
+        parameters: Parameters on one device; those without a gradient are left out.
+        max_norm: Number or 0-D tensor on the gradients' device.
+
+    Returns:
+        The norm before clipping, a 0-D tensor; 0 where no parameter has a gradient.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_grad_norm_(weight, torch.tensor(1.0))
+        tensor(5.)
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not grads:
+        return torch.zeros((), device=parameters[0].device if parameters else None)
+    norm = total_norm(grads)
+    torch._foreach_div_(grads, clip_divisor(norm, max_norm))
+    return norm
