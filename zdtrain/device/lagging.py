@@ -5,6 +5,7 @@ numbers. Here a copy runs as late as the declared order allows, events report do
 and inside `LaggingRuntime.watching` every tensor operation is checked against the copies in flight.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ class LaggingRuntime(HostRuntime):
         """What happened, in order: records, waits, copies enqueued, copies run, events seen done."""
         self._num_events = 0
         self._stream: StreamName = "train"
-        self._pinned: list[Tensor] = []
+        self._pinned: list[weakref.ref[Tensor]] = []
         self._in_flight: list[_Copy] = []  # not yet seen done by the host
         self._is_running_copy = False
         # Happens-before: what each stream, and the host, knows to be behind it.
@@ -130,7 +131,7 @@ class LaggingRuntime(HostRuntime):
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Allocate a zeroed buffer of the host's: the host may touch it only after it has seen the event done."""
         buffer = super().pinned(shape, dtype)
-        self._pinned.append(buffer)
+        self._pinned = [alive for alive in self._pinned if alive() is not None] + [weakref.ref(buffer)]
         return buffer
 
     @contextmanager
@@ -260,7 +261,8 @@ class LaggingRuntime(HostRuntime):
 
     def _is_pinned(self, tensor: Tensor) -> bool:
         span = _span(tensor)
-        return any(_overlap(span, _span(buffer)) for buffer in self._pinned)
+        buffers = (reference() for reference in self._pinned)
+        return any(buffer is not None and _overlap(span, _span(buffer)) for buffer in buffers)
 
 
 class _Dispatched(TorchDispatchMode):

@@ -1,0 +1,20 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("zdtrain", {"torch", "lightning"}),
+        ("zdtrain.lint", {"torch", "lightning"}),
+        ("zdtrain.optim", {"lightning", "pytorch_lightning", "torchmetrics"}),
+        ("zdtrain.device", {"lightning", "pytorch_lightning", "torchmetrics"}),
+    ],
+)
+def test_importing_a_part_does_not_import_what_it_stands_apart_from(module, absent):
+    program = f"import {module}, json, sys; print(json.dumps(sorted(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert absent.isdisjoint(json.loads(loaded))
