@@ -12,49 +12,67 @@ from zdtrain.errors import ConfigError
 
 
 def bucket_boundaries(
-    lengths: Sequence[int] | Tensor, *, num_buckets: int = 12, multiple_of: int = 8
+    lengths: Sequence[int] | Tensor,
+    *,
+    max_padding: float = 0.07,
+    num_buckets: int | None = None,
+    multiple_of: int = 8,
 ) -> tuple[int, ...]:
     r"""Return the padded lengths that waste least when each sample is padded to the next of them.
 
-    Minimises :math:`\sum_i \min\{b \in B : b \ge n_i\}` over all sets :math:`B` of at most `num_buckets` multiples of
-    `multiple_of`, exactly, by dynamic programming over the rounded lengths.
+    Minimises :math:`\sum_i \min\{b \in B : b \ge n_i\}` over all sets :math:`B` of :math:`K` multiples of
+    `multiple_of`, exactly, by dynamic programming over the rounded lengths. :math:`K` is `num_buckets`, or the smallest
+    number that keeps the padding within `max_padding`; each boundary is one more shape to capture or compile.
 
     Args:
         lengths: Length of each sample, shape (N,).
-        num_buckets: How many padded lengths may occur; each is one more shape to capture or compile.
-        multiple_of: Divides each padded length; 8 suits tensor cores.
+        max_padding: Part of the padded samples that may be padding, in (0, 1). Batches that take the rest of one bucket
+            and the start of the next add to it; `BucketBatchSampler.padding_fraction` counts those too.
+        num_buckets: How many boundaries to return instead, whatever the padding; fewer where fewer lengths occur.
+        multiple_of: Divides each padded length; 8 suits tensor cores. It sets how little padding is possible.
 
     Returns:
         The boundaries, ascending; the last is at least the longest sample.
+
+    Raises:
+        ConfigError: An option cannot be used.
 
     Example:
         >>> bucket_boundaries([3, 4, 4, 15, 16, 90], num_buckets=3, multiple_of=1)
         (4, 16, 90)
     """
     for name, value in (("num_buckets", num_buckets), ("multiple_of", multiple_of)):
-        if value < 1:
+        if value is not None and value < 1:
             raise ConfigError(f"{name}={value} must be at least 1")
-    rounded = (_as_lengths(lengths) + multiple_of - 1) // multiple_of * multiple_of
+    if not 0 < max_padding < 1:
+        raise ConfigError(f"max_padding={max_padding} must be between 0 and 1")
+    lengths = _as_lengths(lengths)
+    rounded = (lengths + multiple_of - 1) // multiple_of * multiple_of
     sizes, counts = rounded.clamp(min=multiple_of).unique(return_counts=True)
     below = torch.cat([counts.new_zeros(1), counts.cumsum(0)])  # below[i]: samples shorter than sizes[i]
-    num_sizes = len(sizes)
-    # padded[j]: least padded total of the samples below j; before[k][j]: where the last of k + 1 buckets starts.
-    padded = torch.cat([sizes.new_zeros(1), sizes * below[1:]])
-    before: list[list[int]] = [[0] * (num_sizes + 1)]
-    for _ in range(min(num_buckets, num_sizes) - 1):
-        starts, totals = [0], [padded[0]]
-        for end in range(1, num_sizes + 1):
-            total, start = (padded[:end] + sizes[end - 1] * (below[end] - below[:end])).min(0)
-            starts.append(int(start))
-            totals.append(total)
-        padded = torch.stack(totals)
-        before.append(starts)
-    boundaries, end = [], num_sizes
-    for starts in reversed(before):
-        if end > 0:
-            boundaries.append(int(sizes[end - 1]))
-            end = starts[end]
+    most_buckets = min(num_buckets or len(sizes), len(sizes))
+    enough = 0.0 if num_buckets else int(lengths.sum()) / (1 - max_padding)
+    totals = torch.cat([sizes.new_zeros(1), sizes * below[1:]])  # totals[j]: padded samples below j in one bucket
+    starts = [[0] * len(totals)]  # starts[k][j]: where the last of k + 1 buckets over the sizes below j starts
+    while len(starts) < most_buckets and int(totals[-1]) > enough:
+        totals, last_starts = _with_one_more_bucket(totals, sizes, below)
+        starts.append(last_starts)
+    boundaries, end = [], len(sizes)
+    for last_starts in reversed(starts):
+        boundaries.append(int(sizes[end - 1]))
+        end = last_starts[end]
     return tuple(reversed(boundaries))
+
+
+def _with_one_more_bucket(totals: Tensor, sizes: Tensor, below: Tensor) -> tuple[Tensor, list[int]]:
+    """Return the least padded total of the sizes below each j, and where the last bucket of that solution starts."""
+    best = [totals[0]]
+    starts = [0]
+    for end in range(1, len(totals)):
+        total, start = (totals[:end] + sizes[end - 1] * (below[end] - below[:end])).min(0)
+        best.append(total)
+        starts.append(int(start))
+    return torch.stack(best), starts
 
 
 class BucketBatchSampler(BatchSampler):
@@ -148,14 +166,15 @@ class BucketBatchSampler(BatchSampler):
             return len(self._lengths)
         return len(self._lengths) - rest + (0 if self.drop_last else unit)
 
-    def _global_batches(self, num_replicas: int) -> Sequence[Tensor]:
+    def _global_batches(self, num_replicas: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(self._source.seed + self._source.epoch)
         num_samples = len(self._lengths)
         shuffle = self._source.shuffle
         order = torch.randperm(num_samples, generator=generator) if shuffle else torch.arange(num_samples)
         order = order[torch.arange(self._num_served(num_replicas)) % num_samples]
         order = order[torch.argsort(self._buckets[order], stable=True)]
-        batches = order.split(self.batch_size * num_replicas)
+        size = self.batch_size * num_replicas
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
         if not shuffle:
             return batches
         shuffled: list[int] = torch.randperm(len(batches), generator=generator).tolist()

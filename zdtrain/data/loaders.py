@@ -2,9 +2,11 @@
 
 import math
 import os
+import sys
 from array import array
 from collections.abc import Iterable, Iterator
 from multiprocessing import get_all_start_methods
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ class BatchLoader(DataLoader[Any]):
         self,
         dataset: BatchDataset,
         batch_size: int | None = 1,
+        *,
         shuffle: bool | None = None,
         sampler: Sampler[int] | Iterable[int] | None = None,
         batch_sampler: Sampler[list[int]] | Iterable[list[int]] | None = None,
@@ -66,10 +69,10 @@ class BatchLoader(DataLoader[Any]):
             raise ConfigError("batch_size=None switches batching off; give a number of samples")
         super().__init__(
             dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
             drop_last=drop_last,
             generator=generator,
             pin_memory=pin_memory,
@@ -132,13 +135,14 @@ def loader(
     if not num_workers and _BATCH_LOADER_OPTIONS.issuperset(options):
         batches = as_batch_dataset(dataset)
         if batches is not None:
-            return BatchLoader(batches, batch_size, shuffle, **options)
+            return BatchLoader(batches, batch_size=batch_size, shuffle=shuffle, **options)
     if num_workers is None:
         num_workers = 0 if isinstance(dataset, IterableDataset) else default_num_workers()
     if num_workers > 0:
         options.setdefault("persistent_workers", True)
-        options.setdefault("multiprocessing_context", safe_start_method())
-    return DataLoader(dataset, batch_size, shuffle, num_workers=num_workers, **options)
+        options.setdefault("multiprocessing_context", worker_context(dataset))
+    # Keywords, because Lightning repeats this call with some of them replaced.
+    return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, num_workers=num_workers, **options)
 
 
 _BATCH_LOADER_OPTIONS = {"sampler", "batch_sampler", "drop_last", "generator", "pin_memory"}
@@ -174,9 +178,20 @@ def available_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return cores if quota == "max" else min(cores, max(1, math.floor(int(quota) / int(period))))
 
 
-def safe_start_method() -> str:
-    """Return the fastest start method that is safe while other threads run."""
-    return "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
+def worker_context(dataset: Dataset[Any]) -> BaseContext:
+    """Return the fastest way of starting workers that is safe while other threads run.
+
+    The fork server imports what the workers need once, before its first fork; each worker would import it otherwise.
+
+    Args:
+        dataset: Its module is imported too.
+    """
+    if "forkserver" not in get_all_start_methods():
+        return torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")
+    needed = ("torch", "lightning.pytorch", type(dataset).__module__)
+    context.set_forkserver_preload([name for name in needed if name in sys.modules and name != "__main__"])
+    return context
 
 
 def _as_indices(batch: Iterable[int], device: torch.device) -> Tensor:

@@ -48,7 +48,7 @@ def _random(sampler: RandomSampler, device: torch.device) -> Iterator[Tensor]:
 
 def _distributed(sampler: DistributedSampler[int], device: torch.device) -> Tensor:
     num_samples = len(sampler.dataset)  # type: ignore[arg-type] # a DistributedSampler needs a sized dataset
-    share = torch.arange(sampler.rank, sampler.total_size, sampler.num_replicas, device=device)
+    share = torch.arange(sampler.total_size, device=device)[sampler.rank :: sampler.num_replicas]
     share = share % num_samples  # past the end it starts again, so that each rank has as many
     if not sampler.shuffle:
         return share

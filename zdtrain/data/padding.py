@@ -30,7 +30,7 @@ class PadCollate:
     """
 
     pad: float | Mapping[Any, float] = 0
-    """What to fill with: a number where samples are tensors, else ``{key or position: number}`` for each field to pad."""
+    """What to fill with: a number where samples are tensors, else ``{key or position: number}`` of the fields."""
     boundaries: Sequence[int] = ()
     """Padded lengths to choose from, ascending; empty pads to the longest sequence of the batch."""
     add_lengths: bool = True
