@@ -21,6 +21,7 @@ from zdtrain.records.folder import (
     CHECKPOINTS,
     CONFIG,
     ENVIRONMENT,
+    EVENTS,
     HPARAMS,
     SUMMARY,
     create_run_folder,
@@ -297,6 +298,32 @@ class RecordCallback(Callback):
             global_step=trainer.global_step,
             traceback="".join(traceback.format_exception(exception)),
         )
+        if self._recorder.folder is not None:
+            exception.add_note(f"traceback in {self._recorder.folder / EVENTS}")
+
+
+def recorder_for(
+    records: bool | str | Path | RunRecorder, default_root_dir: str | Path | None, *, name: str = "run"
+) -> RunRecorder | None:
+    """Return the recorder that the option ``Trainer(records=…)`` asks for.
+
+    Args:
+        records: True for ``runs/`` below `default_root_dir`; a run folder, which is continued; any other path, below
+            which the run folder is made; or a recorder.
+        default_root_dir: The trainer's; None is the working directory.
+        name: Name of a new run folder.
+    """
+    if isinstance(records, RunRecorder):
+        return records
+    if isinstance(records, bool):
+        return RunRecorder(Path(default_root_dir or ".") / "runs", name=name) if records else None
+    return RunRecorder(folder=records) if is_run_folder(records) else RunRecorder(records, name=name)
+
+
+def attach_recorder(trainer: Trainer, recorder: RunRecorder) -> None:
+    """Let `recorder` record what `trainer` does; it comes last, so that ``trainer.logger`` stays the user's."""
+    trainer.loggers = [*trainer.loggers, recorder]
+    trainer.callbacks.insert(0, RecordCallback(recorder))  # type: ignore[attr-defined]
 
 
 def find_recorder(loggers: list[Logger]) -> RunRecorder | None:
