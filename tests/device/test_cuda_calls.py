@@ -1,0 +1,165 @@
+"""What the CUDA runtime asks of torch, in which order, with torch.cuda replaced by a recorder: no device needed."""
+
+import gc
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from zdtrain.device import runtime_for
+from zdtrain.errors import ConfigError
+
+
+class FakeCuda:
+    """Records calls; streams are known by name, in the order they were made."""
+
+    def __init__(self) -> None:
+        self.calls = []
+        self.default = self.current = "default"
+        self.num_streams = 0
+        self.debug_mode = "default"
+
+    def install(self, monkeypatch) -> None:
+        fake = self
+
+        class Stream(str):
+            def wait_stream(self, other):
+                fake.calls.append(f"{self} waits for {other}")
+
+        def make_stream(device):
+            fake.num_streams += 1
+            return Stream(f"side{fake.num_streams}")
+
+        class Event:
+            def record(self, stream):
+                fake.calls.append(f"record on {stream}")
+
+            def wait(self, stream):
+                fake.calls.append(f"{stream} waits for event")
+
+            def query(self):
+                return False
+
+            def synchronize(self):
+                fake.calls.append("host waits for event")
+
+        class CUDAGraph:
+            def replay(self):
+                fake.calls.append(f"replay on {fake.current}")
+
+            def reset(self):
+                fake.calls.append("reset")
+
+        @contextmanager
+        def stream(new):
+            before, fake.current = fake.current, new
+            fake.calls.append(f"enter {new}")
+            yield
+            fake.current = before
+
+        @contextmanager
+        def graph(graph, *, pool, stream, capture_error_mode):
+            fake.calls.append(f"capture on {stream} in {pool}, {capture_error_mode}")
+            yield
+
+        fake.default = fake.current = Stream("default")
+        names = {
+            "Stream": make_stream,
+            "Event": Event,
+            "CUDAGraph": CUDAGraph,
+            "stream": stream,
+            "graph": graph,
+            "graph_pool_handle": lambda: "pool",
+            "current_device": lambda: 0,
+            "current_stream": lambda device: fake.current,
+            "default_stream": lambda device: fake.default,
+            "is_current_stream_capturing": lambda: False,
+            "synchronize": lambda device: fake.calls.append("host waits for device"),
+            "get_sync_debug_mode": lambda: fake.debug_mode,
+            "set_sync_debug_mode": lambda mode: setattr(fake, "debug_mode", mode),
+        }
+        for name, value in names.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> FakeCuda:
+    fake = FakeCuda()
+    fake.install(monkeypatch)
+    return fake
+
+
+@pytest.fixture
+def runtime(cuda):
+    return runtime_for(torch.device("cuda"))
+
+
+def test_a_device_without_an_index_is_bound_to_the_current_one(runtime):
+    assert runtime.device == torch.device("cuda", 0)
+
+
+def test_a_copy_waits_first_then_copies_on_its_stream_then_records(runtime, cuda):
+    ready, done = runtime.event(), runtime.event()
+    target = torch.zeros(2)
+    ready.record("train")
+    runtime.copy_async(target, torch.ones(2), "drain", after=ready, done=done)
+    assert cuda.calls == ["record on default", "side1 waits for event", "enter side1", "record on side1"]
+    assert target.tolist() == [1.0, 1.0]
+    assert not done.query()
+    assert (runtime.counters.copies, runtime.counters.host_waits) == (1, 0)
+
+
+def test_a_side_stream_is_made_once(runtime, cuda):
+    for _ in range(2):
+        with runtime.on("monitor"):
+            pass
+        with runtime.on("copy"):
+            pass
+    assert cuda.calls == ["enter side1", "enter side2"] * 2
+
+
+def test_training_runs_on_one_side_stream_ordered_with_the_work_around_it(runtime, cuda):
+    with pytest.raises(RuntimeError, match="stop"), runtime.training():
+        raise RuntimeError("stop")
+    assert cuda.calls == ["side1 waits for default", "enter side1", "default waits for side1"]
+
+
+def test_graphs_are_captured_on_the_training_stream_in_one_pool_with_the_collector_still(runtime, cuda):
+    with runtime.training():
+        for _ in range(2):
+            graph = runtime.graph()
+            with graph.capture():
+                assert not gc.isenabled()
+            assert gc.isenabled()
+            graph.replay()
+            graph.reset()
+    capture = ["capture on side1 in pool, thread_local", "replay on side1", "reset"]
+    assert cuda.calls[2:-1] == capture * 2
+
+
+def test_the_collector_runs_again_after_a_capture_that_failed(runtime):
+    with runtime.training(), pytest.raises(RuntimeError, match="illegal"), runtime.graph().capture():
+        raise RuntimeError("illegal")
+    assert gc.isenabled()
+
+
+def test_the_default_stream_cannot_be_captured(runtime):
+    capture = runtime.graph().capture()
+    with pytest.raises(ConfigError, match=r"default stream; run training inside runtime\.training"):
+        capture.__enter__()
+
+
+def test_blocking_calls_are_counted(runtime, cuda):
+    runtime.event().synchronize()
+    runtime.synchronize()
+    runtime.read(torch.ones(1))
+    assert cuda.calls == ["host waits for event", "host waits for device"]
+    assert (runtime.counters.host_waits, runtime.counters.host_reads) == (2, 1)
+
+
+def test_sync_debug_mode_is_put_back(runtime, cuda):
+    modes = []
+    with pytest.raises(RuntimeError, match="read"), runtime.sync_debug("error"):
+        raise RuntimeError(f"read {modes.append(cuda.debug_mode)}")
+    assert modes == ["error"]
+    assert cuda.debug_mode == "default"
