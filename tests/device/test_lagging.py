@@ -94,6 +94,24 @@ def test_the_host_may_not_rewrite_a_pinned_source_that_only_a_stream_waited_for(
         batch.fill_(1)
 
 
+def test_only_the_stream_that_waited_may_touch_a_destination(runtime):
+    static = torch.zeros(2)
+    with runtime.watching():
+        done = enqueue(runtime, static, torch.ones(2), "copy")
+        done.wait("train")
+        assert static.sum() == 2
+        with runtime.on("monitor"), pytest.raises(OrderError, match="destination"):
+            static.sum()
+
+
+def test_work_on_the_copying_stream_comes_behind_its_copies(runtime):
+    static = torch.zeros(2)
+    with runtime.watching():
+        enqueue(runtime, static, torch.ones(2), "copy")
+        with runtime.on("copy"):
+            assert static.sum() == 2
+
+
 def test_other_rows_of_the_same_storage_are_free(runtime):
     ring, host = torch.arange(6.0).view(3, 2), runtime.pinned((2,), torch.float32)
     with runtime.watching():

@@ -137,6 +137,7 @@ class LaggingRuntime(HostRuntime):
     @contextmanager
     def on(self, stream: StreamName) -> Iterator[None]:
         """Attribute the body's operations to `stream`."""
+        self._run(self.clock(stream))  # its copies so far come before the body
         before, self._stream = self._stream, stream
         try:
             yield
@@ -233,12 +234,12 @@ class LaggingRuntime(HostRuntime):
 
     def _check_free(self, tensor: Tensor, what: str, *, is_write: bool, by: StreamName | None = None) -> None:
         """Refuse an access to memory that a copy in flight needs; copies of the stream `by` are in order with it."""
-        span = _span(tensor)
+        span, clock = _span(tensor), self.clock(by or self._stream)
         for copy in self._in_flight:
             if copy.stream == by:
                 continue
             for end, role in ((copy.dst, "destination"), (copy.src, "source")):
-                is_over = copy.has_run and not self._is_pinned(end)
+                is_over = copy.has_run and copy.is_behind(clock) and not self._is_pinned(end)
                 if not is_over and (is_write or role == "destination") and _overlap(span, _span(end)):
                     raise OrderError(
                         f"the {role} of {copy} is {what} before that copy is known to be done; "
