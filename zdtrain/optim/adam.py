@@ -163,7 +163,7 @@ class SimpleAdam(Optimizer):
         """Return what a captured `step` holds by value or by address; a capture is valid while this is equal."""
         options = (
             self._implementation,
-            self._max_norm is None,
+            id(self._max_norm),
             self.skip_nonfinite,
             id(self.schedule),
             id(self.skip_if),
@@ -384,9 +384,8 @@ class SimpleAdam(Optimizer):
 
 def _check_implementation(value: Implementation | None) -> Implementation | None:
     if value is not None and value not in get_args(Implementation):
-        raise ConfigError(
-            f"SimpleAdam.implementation must be one of {', '.join(get_args(Implementation))}, got {value!r}"
-        )
+        known = ", ".join(get_args(Implementation))
+        raise ConfigError(f"SimpleAdam.implementation must be one of {known}, got {value!r}")
     return value
 
 
