@@ -21,15 +21,37 @@ _WAITING_OPS = {
 class Mean(MeanMetric):
     """Weighted mean; NaN is averaged like any value instead of being looked for, which would wait for the device.
 
+    ``torchmetrics.MeanMetric(nan_strategy="disable")`` does not wait either, but ignores the weights.
+
     Example:
         >>> mean = Mean()
-        >>> mean.update(torch.tensor([1.0, 3.0]))
+        >>> mean.update(torch.tensor([1.0, 3.0]), weight=torch.tensor([3.0, 1.0]))
         >>> mean.compute()
-        tensor(2.)
+        tensor(1.5000)
     """
+
+    mean_value: Tensor
+    weight: Tensor
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(nan_strategy="disable", **kwargs)
+
+    def update(self, value: float | Tensor, weight: float | Tensor | None = None) -> None:
+        """Take in values.
+
+        Args:
+            value: A number or a tensor of any shape.
+            weight: Broadcast to the shape of `value`; every value counts once if None.
+        """
+        values, weights = self._on_device(value), self._on_device(1.0 if weight is None else weight)
+        weights = weights.broadcast_to(values.shape)
+        self.mean_value += (values * weights).sum()
+        self.weight += weights.sum()
+
+    def _on_device(self, value: float | Tensor) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.to(self.mean_value.dtype)
+        return torch.full((), value, dtype=self.mean_value.dtype, device=self.mean_value.device)
 
 
 class Sum(SumMetric):
@@ -174,7 +196,9 @@ def without_host_reads(metric: Metric | MetricCollection, *sample: Any) -> ReadR
         if getattr(part, "validate_args", None) is True:
             part.validate_args = False
             switched.append(f"{name}.validate_args")
-        if getattr(part, "nan_strategy", "disable") in ("error", "warn", "ignore"):
+        if isinstance(part, MeanMetric) and part.nan_strategy != "disable":
+            left.append(f"{name}: looks for NaN, and forgets its weights if told not to; use zdtrain.metrics.Mean")
+        elif getattr(part, "nan_strategy", "disable") in ("error", "warn", "ignore"):
             part.nan_strategy = "disable"
             switched.append(f"{name}.nan_strategy")
         lists = [state for state, default in part._defaults.items() if isinstance(default, list)]

@@ -54,6 +54,11 @@ def test_mean_takes_weights(batches):
         mean.update(scores.mean(1), labels + 1.0)
         stock.update(scores.mean(1), labels + 1.0)
     assert torch.equal(mean.compute(), stock.compute())
+    for metric in (mean, stock):
+        metric.reset()
+        metric.update(2.0, weight=3)
+        metric.update(torch.tensor(5.0, dtype=torch.bfloat16))
+    assert mean.compute().item() == stock.compute().item() == 2.75
 
 
 @pytest.mark.parametrize("as_labels", [False, True])
@@ -137,9 +142,20 @@ def test_what_cannot_be_switched_off_is_named(batches):
 
 
 def test_a_sample_leaves_the_metric_as_it_was(batches):
+    metric = torchmetrics.SumMetric()
+    report = without_host_reads(metric, batches[0][0])
+    assert report.switched == ("SumMetric.nan_strategy",)
+    assert report.left == ()
+    assert metric.update_count == 0
+
+
+def test_a_mean_that_would_forget_its_weights_is_left_and_named(batches):
     metric = torchmetrics.MeanMetric()
     report = without_host_reads(metric, batches[0][0])
-    assert report.switched == ("MeanMetric.nan_strategy",)
-    assert metric.update_count == 0
-    replaced = without_host_reads(torchmetrics.MeanMetric(nan_strategy=0.0), batches[0][0])
-    assert replaced.left == ("MeanMetric: update waits for the device in _local_scalar_dense",)
+    assert report.switched == ()
+    assert report.left == (
+        "MeanMetric: looks for NaN, and forgets its weights if told not to; use zdtrain.metrics.Mean",
+        "MeanMetric: update waits for the device in _local_scalar_dense",
+    )
+    metric.update(torch.tensor([1.0, 4.0]), weight=torch.tensor([2.0, 1.0]))
+    assert metric.compute().item() == 2.0
