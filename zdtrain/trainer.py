@@ -12,9 +12,10 @@ from zdtrain.drain import Drain
 from zdtrain.loop.connector import LoggerConnector
 from zdtrain.loop.epoch import EpochLoop
 from zdtrain.loop.results import StepResults
+from zdtrain.loop.stop import CanTakeBackStop, LatchedStop, StopRequests
 
 
-class Trainer(LightningTrainer):
+class Trainer(CanTakeBackStop, LightningTrainer):
     """Lightning's Trainer with a training loop that does not wait for the device.
 
     Takes every argument of `lightning.pytorch.Trainer`, and the fields of `zdtrain.config.TrainerOptions`.
@@ -34,6 +35,7 @@ class Trainer(LightningTrainer):
 
     def __init__(self, *, records: bool | str | Path = False, lightning_quirks: bool = False, **kwargs: Any) -> None:
         self.options = TrainerOptions(records=records, lightning_quirks=lightning_quirks)
+        self._stop_requests = LatchedStop() if lightning_quirks else StopRequests()
         super().__init__(**kwargs)
         self.drain = Drain(runtime_for(self.strategy.root_device))
         self._logger_connector = LoggerConnector(self, self._logger_connector, self.drain)

@@ -82,7 +82,7 @@ def reasons_for_stock(trainer: Trainer, fetcher: _DataFetcher) -> Iterator[Fallb
         )
     if isinstance(fetcher, _DataLoaderIterDataFetcher):
         yield FallbackReason(code="dataloader-iter", message="training_step takes the data loader's iterator")
-    if type(strategy) is not SingleDeviceStrategy:
+    if type(strategy) is not SingleDeviceStrategy or trainer.world_size > 1:
         yield FallbackReason(
             code="strategy", message=f"strategy {type(strategy).__name__} runs the step in its own way"
         )

@@ -1,6 +1,5 @@
 """What `self.log` declared, kept in device-resident slots instead of one torchmetrics object per call."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,10 +8,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
     _ResultCollection,
     _ResultMetric,
-    _Sync,
     warning_cache,
 )
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -22,24 +19,27 @@ from zdtrain.slots import IDENTITY, Reduction, SlotBank, fold
 class MetricSlot(_ResultMetric):
     """One logged key: a 0-D cell for the step's value, a 0-D accumulator for the epoch, a weight counted on the host.
 
-    Stock Lightning sees an ordinary `_ResultMetric`; only the storage differs. A value written in a step is folded into the
-    epoch when the step ends (`StepResults.commit`) or when somebody reads, whichever comes first.
+    Stock Lightning sees an ordinary `_ResultMetric`; only the storage differs. A value written in a step is folded into
+    the epoch when the step ends (`StepResults.commit`) or when somebody reads, whichever comes first.
 
     Args:
         meta: Flags of the `self.log` call.
-        reduction: How step values are combined over an epoch.
-        bank: Where the slot lives.
     """
 
-    def __init__(self, meta: _Metadata, reduction: Reduction, bank: SlotBank) -> None:
+    bank: SlotBank | None
+    index: int
+    cell: Tensor  # shape=(), this step's value
+    total: Tensor  # shape=(), accumulated over the epoch
+
+    def __init__(self, meta: _Metadata) -> None:
         Metric.__init__(self)  # not _ResultMetric's: it would register states of its own
         self.is_tensor = True
         self.meta = meta
         self.has_reset = False
-        self.reduction = reduction
+        self.reduction: Reduction = meta.reduce_fx.__name__ if meta.on_epoch else "step"  # type: ignore[assignment]
         self.weight: Any = 0  # batch sizes seen this epoch; a Tensor where the user logs tensor batch sizes
         self.pending: Any = None  # batch size of a value that is not folded into the epoch yet
-        self.attach(bank)
+        self.bank = None  # chosen when the first value tells device and dtype
 
     def attach(self, bank: SlotBank) -> None:
         """Take a cell of `bank`; what an earlier cell accumulated comes along."""
@@ -109,16 +109,21 @@ class MetricSlot(_ResultMetric):
     def reset(self) -> None:
         """Start a new epoch at the same addresses."""
         d = self.__dict__
-        self.total.fill_(IDENTITY[self.reduction])
+        if self.bank is not None:
+            self.total.fill_(IDENTITY[self.reduction])
         d["weight"], d["pending"], d["_computed"], d["_update_count"], d["has_reset"] = 0, None, None, 0, True
 
     def to(self, *args: Any, **kwargs: Any) -> "MetricSlot":
-        """Leave the bank for storage of its own on another device (teardown)."""
+        """Leave the bank for storage of its own, where the device changes (teardown)."""
+        if self.bank is None:
+            return self
         self.settle()
         d = self.__dict__
         for name in ("cell", "total", "_computed"):
             if isinstance(d[name], Tensor):
-                d[name] = d[name].to(*args, **kwargs)
+                moved = d[name].to(*args, **kwargs)
+                d["bank"] = self.bank if moved is d[name] else None
+                d[name] = moved
         return self
 
     def __repr__(self) -> str:
@@ -135,69 +140,30 @@ class StepResults(_ResultCollection):
         super().__init__(training)
         self.banks: list[SlotBank] = []
 
-    def log(  # noqa: D102 - LightningModule.log documents it
-        self,
-        fx: str,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool = True,
-        on_step: bool = False,
-        on_epoch: bool = True,
-        reduce_fx: Callable[..., Any] | str = torch.mean,
-        enable_graph: bool = False,
-        sync_dist: bool = False,
-        sync_dist_fn: Callable[..., Any] = _Sync.no_op,
-        sync_dist_group: Any | None = None,
-        add_dataloader_idx: bool = True,
-        batch_size: int | None = None,
-        metric_attribute: str | None = None,
-        rank_zero_only: bool = False,
-    ) -> None:
-        index = self.dataloader_idx if add_dataloader_idx else None
-        suffix = "" if index is None else f".{index}"
-        meta = _Metadata(
-            fx=f"{fx}{suffix}",
-            name=name,
-            prog_bar=prog_bar,
-            logger=logger,
-            on_step=on_step,
-            on_epoch=on_epoch,
-            reduce_fx=reduce_fx,  # type: ignore[arg-type]
-            enable_graph=enable_graph,
-            add_dataloader_idx=add_dataloader_idx,
-            dataloader_idx=self.dataloader_idx,
-            metric_attribute=metric_attribute,
-        )
-        meta.sync = _Sync(_should=sync_dist, fn=sync_dist_fn, _group=sync_dist_group, rank_zero_only=rank_zero_only)
-        key = f"{fx}.{name}{suffix}"
-        if key not in self:
-            self[key] = self._declare(meta, value)
-        elif meta != self[key].meta:
-            raise MisconfigurationException(
-                f"You called `self.log({name}, ...)` twice in `{meta.fx}` with different arguments. This is not allowed"
-            )
+    def __setitem__(self, key: str, metric: _ResultMetric) -> None:
+        """Keep what `log` declares as a slot, where a slot can hold it."""
+        if metric.is_tensor and not metric.meta.enable_graph and not isinstance(metric, MetricSlot):
+            metric = MetricSlot(metric.meta)
+        super().__setitem__(key, metric)
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        """Store one value that `log` has checked."""
         metric = self[key]
-        size = self._extract_batch_size(metric, batch_size, meta)
         if isinstance(metric, MetricSlot):
             self._fit(metric, value)
-            metric.take(value, size)
+            metric.take(value, batch_size)
         else:
-            metric.to(value.device)
-            self.update_metrics(key, value if enable_graph or isinstance(value, Metric) else value.detach(), size)
-
-    def _declare(self, meta: _Metadata, value: Any) -> _ResultMetric:
-        if not isinstance(value, Tensor) or meta.enable_graph or value.is_complex():
-            return _ResultMetric(meta, isinstance(value, Tensor))
-        reduction: Reduction = meta.reduce_fx.__name__ if meta.on_epoch else "step"  # type: ignore[assignment]
-        return MetricSlot(meta, reduction, self._bank(value.device, slot_dtype(value), reduction))
+            super().update_metrics(key, value, batch_size)
 
     def _fit(self, slot: MetricSlot, value: Tensor) -> None:
-        """Move `slot` where `value` fits: another device, or a wider dtype than before."""
-        dtype = torch.promote_types(slot.cell.dtype, slot_dtype(value))
-        if slot.cell.device != value.device or slot.cell.dtype != dtype:
+        """Give `slot` a bank that `value` fits: its device, its dtype or a wider one."""
+        dtype = slot_dtype(value)
+        if slot.bank is not None:
+            dtype = torch.promote_types(slot.cell.dtype, dtype)
+            if slot.cell.device == value.device and slot.cell.dtype == dtype:
+                return
             slot.settle()
-            slot.attach(self._bank(value.device, dtype, slot.reduction))
+        slot.attach(self._bank(value.device, dtype, slot.reduction))
 
     def _bank(self, device: torch.device, dtype: torch.dtype, reduction: Reduction) -> SlotBank:
         for bank in self.banks:

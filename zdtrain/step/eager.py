@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
@@ -48,6 +49,7 @@ class EagerStep:
             trainer.gradient_clip_val
         )
         self._returns_output = "on_train_batch_end" not in hooks.nobody
+        self._ran = False
         self._batch: Any = None
         self._batch_idx = 0
         self._loss: Tensor | None = None
@@ -60,9 +62,9 @@ class EagerStep:
             What `on_train_batch_end` gets: the detached loss under ``"loss"`` and what else the step returned.
         """
         self._batch, self._batch_idx = batch, batch_idx
+        self._ran = False
         if accumulate:
-            with torch.enable_grad():
-                self._forward_backward()
+            self._forward_backward()
         else:
             progress = self._progress.step
             progress.increment_ready()
@@ -70,6 +72,12 @@ class EagerStep:
             # evaluate more than once and schedulers that count its calls all see what they would see there.
             self._optimizer.step(self._closure)
             progress.increment_completed()
+        if not self._ran:
+            raise MisconfigurationException(
+                "The closure hasn't been executed. HINT: did you call `optimizer_closure()` in your `optimizer_step`"
+                " hook? It could also happen because the `optimizer.step(optimizer_closure)` call did not execute it"
+                " internally."
+            )
         output, loss = self._output, self._loss
         self._batch = self._output = self._loss = None
         if loss is None or not self._returns_output:
@@ -80,6 +88,9 @@ class EagerStep:
         return outputs
 
     def _closure(self) -> Tensor | None:
+        if not torch.is_grad_enabled():  # some optimizers step under no_grad
+            with torch.enable_grad():
+                return self._closure()
         self._forward_backward()
         self._optimization.correct_gradients(self._optimizer, self._batch_idx)
         self._hooks("on_before_optimizer_step", self._optimizer)
@@ -92,6 +103,7 @@ class EagerStep:
         return self._loss
 
     def _forward_backward(self) -> None:
+        self._ran = True
         loss = self._forward()
         if self._batch_idx % self._trainer.accumulate_grad_batches == 0:
             self._zero_grad()
