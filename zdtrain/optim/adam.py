@@ -268,7 +268,7 @@ class SimpleAdam(Optimizer):
                 "run one step, or call optimizer.init_state(), before the capture"
             )
         self._refuse_several_devices()
-        kept = {tuple(map(id, bucket.params)): bucket for bucket in self._buckets if bucket.holds_current_state()}
+        kept = {tuple(map(id, bucket.params)): bucket for bucket in self._buckets if bucket.belongs_to(self.state)}
         self._buckets, self._waiting = [], []
         for group in self.param_groups:
             by_dtype: dict[torch.dtype, list[Tensor]] = {}

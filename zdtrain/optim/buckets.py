@@ -81,6 +81,11 @@ class Bucket:
             for key, tensors in zip(STATE_KEYS, self._tensors, strict=True)
         )
 
+    def belongs_to(self, state: State) -> bool:
+        """Whether `state` is still what the bucket was made from."""
+        entries = (state.get(param) for param in self.params)
+        return all(map(is_, entries, self.state)) and self.holds_current_state()
+
     def select(self) -> tuple[Selection, list[Tensor]] | None:
         """Return what a step works on: the parameters with a gradient, and the gradients."""
         grads = [p.grad for p in self.params]
