@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# The models here are small: several threads on busy cores only wait for each other.
+export OMP_NUM_THREADS ?= 1
+
 .PHONY: demo test lint types contracts wheel-check bench clean
 
 demo: $(VENV)/.examples
