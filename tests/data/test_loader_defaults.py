@@ -74,7 +74,7 @@ def test_data_in_memory_is_served_by_the_batch_unless_workers_or_collation_are_a
 
 
 @pytest.mark.parametrize(
-    ("cores", "processes", "workers"), [(1, 1, 1), (2, 1, 1), (4, 1, 3), (64, 1, 8), (64, 8, 7), (8, 8, 1), (4, 8, 1)]
+    ("cores", "processes", "workers"), [(1, 1, 1), (2, 1, 2), (4, 1, 4), (64, 1, 8), (48, 8, 6), (8, 8, 1), (4, 8, 1)]
 )
 def test_workers_follow_the_cores_and_the_processes_that_share_them(monkeypatch, cores, processes, workers):
     monkeypatch.setattr(rules, "available_cores", lambda: cores)

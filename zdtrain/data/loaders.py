@@ -151,9 +151,10 @@ _BATCH_LOADER_OPTIONS = {"sampler", "batch_sampler", "drop_last", "generator", "
 def default_num_workers(local_world_size: int | None = None) -> int:
     r"""Return how many workers one training process should have.
 
-    .. math:: \min(8, \max(1, \lfloor \text{cores} / \text{processes} \rfloor - 1))
+    .. math:: \min(8, \max(1, \lfloor \text{cores} / \text{processes} \rfloor))
 
-    One core is left to the training process; with a single core one worker still overlaps its waiting with the step.
+    No core is kept for the training process: where workers are busy it waits for them, and where it is busy their
+    queues are full. The bound keeps memory and start-up in check on large machines.
 
     Args:
         local_world_size: Training processes on this machine; ``LOCAL_WORLD_SIZE`` or 1 if not given.
@@ -162,7 +163,7 @@ def default_num_workers(local_world_size: int | None = None) -> int:
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if local_world_size < 1:
         raise ConfigError(f"local_world_size={local_world_size} must be at least 1")
-    return min(MAX_DEFAULT_WORKERS, max(1, available_cores() // local_world_size - 1))
+    return min(MAX_DEFAULT_WORKERS, max(1, available_cores() // local_world_size))
 
 
 def available_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

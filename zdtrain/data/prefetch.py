@@ -145,7 +145,8 @@ class _StagingBuffer:
             self._memory = self._runtime.pinned((num_bytes,), torch.uint8)
 
     def _copy(self, leaf: Tensor, after: Event) -> Tensor:
-        with self._runtime.on("copy"):  # memory from the copy stream's own pool
+        # From the copy stream's own pool: memory given back early is used again behind this copy, on the same stream.
+        with self._runtime.on("copy"):
             target = torch.empty_like(leaf, device=self._runtime.device)
         source = leaf if leaf.is_pinned() else self._stage(leaf, target.stride())
         self._sources.append(source)
