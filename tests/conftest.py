@@ -22,7 +22,13 @@ LIGHTNING_VARIABLES = {
     "WORLD_SIZE",
 }
 # torch and pytest keep these for themselves.
-LIBRARY_VARIABLES = {"KINETO_LOG_LEVEL", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+LIBRARY_VARIABLES = {
+    "KINETO_LOG_LEVEL",
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # set when Inductor compiles its first C++ kernel
+}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
