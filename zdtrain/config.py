@@ -1,7 +1,7 @@
 """Options of the Trainer that stock Lightning does not have."""
 
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from zdtrain.errors import ConfigError
 
@@ -10,16 +10,12 @@ from zdtrain.errors import ConfigError
 class TrainerOptions:
     """What `zdtrain.Trainer` takes beyond the arguments of `lightning.pytorch.Trainer`."""
 
-    records: bool | str | Path = False
-    """Write a run folder: ``True`` for ``runs/`` under `default_root_dir`, a path for another place."""
+    records: Any = False
+    """Write a run folder: ``True`` for ``runs/`` under `default_root_dir`, a path for elsewhere, or a `RunRecorder`."""
     lightning_quirks: bool = False
     """Keep stock Lightning's behaviour in the two places where zdtrain trains differently on purpose: the partial last
     accumulation window, and an early stop that was requested before ``min_epochs`` (docs/differences.md)."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.records, bool | str | Path):
-            raise ConfigError(
-                f"trainer.records={self.records!r}: use True, False or the path of a folder for the runs."
-            )
         if not isinstance(self.lightning_quirks, bool):
             raise ConfigError(f"trainer.lightning_quirks={self.lightning_quirks!r}: use True or False.")

@@ -49,11 +49,20 @@ class Drain:
 
     def submit(self, values: Sequence[Tensor], deliver: Deliver) -> None:
         """Bring `values` (one element each) to the host and hand them to `deliver` as Python numbers."""
-        packed = pack(values, self.runtime.device)
+        self.send(pack(values, self.runtime.device), tuple(value.dtype for value in values), deliver)
+
+    def send(self, packed: Tensor, dtypes: tuple[torch.dtype, ...], deliver: Deliver) -> None:
+        """Bring `packed`, which nobody writes to again, to the host.
+
+        Args:
+            packed: Values side by side, shape=(n,), float64, on the device.
+            dtypes: Dtypes that the n numbers are handed over as.
+            deliver: Whom they go to.
+        """
         delivery = Delivery(
             packed=packed,
             buffer=self.runtime.pinned(tuple(packed.shape), packed.dtype),
-            dtypes=tuple(value.dtype for value in values),
+            dtypes=dtypes,
             written=self.runtime.event(),
             done=self.runtime.event(),
             deliver=deliver,

@@ -7,12 +7,15 @@ from typing import Any
 from lightning.pytorch import Trainer as LightningTrainer
 
 from zdtrain.config import TrainerOptions
+from zdtrain.consumers.steps import StepStream
 from zdtrain.device import runtime_for
 from zdtrain.drain import Drain
 from zdtrain.loop.connector import LoggerConnector
 from zdtrain.loop.epoch import EpochLoop
 from zdtrain.loop.results import StepResults
+from zdtrain.loop.rows import StepRows
 from zdtrain.loop.stop import CanTakeBackStop, LatchedStop, StopRequests
+from zdtrain.records.recorder import RunRecorder, attach_recorder, recorder_for
 
 
 class Trainer(CanTakeBackStop, LightningTrainer):
@@ -21,7 +24,8 @@ class Trainer(CanTakeBackStop, LightningTrainer):
     Takes every argument of `lightning.pytorch.Trainer`, and the fields of `zdtrain.config.TrainerOptions`.
 
     Args:
-        records: Write a run folder: ``True`` for ``runs/`` under `default_root_dir`, a path for another place.
+        records: Write a run folder: ``True`` for ``runs/`` under `default_root_dir`, a path for another place, a
+            `RunRecorder` for full control.
         lightning_quirks: Keep stock Lightning's behaviour where zdtrain trains differently on purpose.
         **kwargs: Arguments of `lightning.pytorch.Trainer`.
 
@@ -33,21 +37,29 @@ class Trainer(CanTakeBackStop, LightningTrainer):
         >>> trainer = Trainer(max_epochs=3, accelerator="cpu")
     """
 
-    def __init__(self, *, records: bool | str | Path = False, lightning_quirks: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, *, records: bool | str | Path | RunRecorder = False, lightning_quirks: bool = False, **kwargs: Any
+    ) -> None:
         self.options = TrainerOptions(records=records, lightning_quirks=lightning_quirks)
         self._stop_requests = LatchedStop() if lightning_quirks else StopRequests()
         super().__init__(**kwargs)
         self.drain = Drain(runtime_for(self.strategy.root_device))
-        self._logger_connector = LoggerConnector(self, self._logger_connector, self.drain)
-        self.fit_loop.epoch_loop = EpochLoop(self, self.fit_loop.epoch_loop, lightning_quirks=lightning_quirks)
+        self._logger_connector = self._connector = LoggerConnector(self, self._logger_connector, self.drain)
+        epoch_loop = EpochLoop(self, self.fit_loop.epoch_loop, lightning_quirks=lightning_quirks)
+        self.fit_loop.epoch_loop = epoch_loop
         for loop in (self.validate_loop, self.test_loop):
             loop._results = StepResults(training=False)
+        self.recorder = recorder_for(records, self.default_root_dir)
+        if self.recorder is not None:
+            attach_recorder(self, self.recorder)
+            stream = StepStream(self.drain, [self.recorder])
+            self._connector.rows = StepRows(epoch_loop.results, stream)
 
     def _run_stage(self) -> Any:
         try:
             return super()._run_stage()
         finally:
-            self.drain.flush()  # nothing that a finished step logged is lost, whatever ended the stage
+            self._connector.flush()  # nothing that a finished step logged is lost, whatever ended the stage
 
 
 def _joint_signature() -> inspect.Signature:

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from zdtrain.drain import Drain, Value
 from zdtrain.loop.results import StepResults
+from zdtrain.loop.rows import StepRows
 
 
 class LoggerConnector(_LoggerConnector):
     """Stock Lightning's connector, with two things made lazy.
 
-    A step's metrics enter ``callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics`` when one of them is read or
-    when the results are about to change, not after every batch. Loggers are called when their numbers have arrived.
+    A step's metrics enter ``callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics`` when one of them is
+    read or when the results are about to change, not after every batch. Loggers are called when their numbers have
+    arrived.
 
     Args:
         trainer: The Trainer.
@@ -28,6 +30,7 @@ class LoggerConnector(_LoggerConnector):
         super().__init__(trainer)
         self.__dict__.update(stock.__dict__)
         self.drain = drain
+        self.rows: StepRows | None = None  # where every step's values go, if anybody wants them
         self._unpublished: StepResults | None = None  # results of a step that ended, not in the dictionaries yet
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
@@ -44,10 +47,17 @@ class LoggerConnector(_LoggerConnector):
 
     def end_step(self, results: StepResults) -> None:
         """Do what `on_batch_end` does, for results that are already at hand."""
-        results.commit()
-        results.batch = None
-        results.batch_size = None
+        if self.rows is not None and results.training and not self.trainer.fit_loop._should_accumulate():
+            loop = self.trainer.fit_loop.epoch_loop
+            self.rows.push(loop._batches_that_stepped, self.trainer.current_epoch, loop.batch_idx)
+        results.end_step()
         self._unpublished = results
+
+    def flush(self) -> None:
+        """Bring everything that was logged to whoever it is for."""
+        if self.rows is not None:
+            self.rows.stream.send()
+        self.drain.flush()
 
     def publish(self) -> None:
         """Put the last step's values into the dictionaries."""
@@ -63,6 +73,8 @@ class LoggerConnector(_LoggerConnector):
     def epoch_end_reached(self) -> None:
         """Switch from step values to epoch values."""
         self.publish()
+        if self.rows is not None:
+            self.rows.stream.send()
         super().epoch_end_reached()
 
     def reset_metrics(self) -> None:
@@ -91,7 +103,7 @@ class LoggerConnector(_LoggerConnector):
     def progress_bar_metrics(self) -> _PBAR_DICT:
         """Current values for a progress bar, as numbers."""
         self.publish()
-        shown = super().progress_bar_metrics
+        shown: dict[str, Any] = super().progress_bar_metrics
         tensors = {name: value for name, value in shown.items() if isinstance(value, Tensor)}
         if tensors:
             self.drain.submit(list(tensors.values()), lambda numbers: shown.update(zip(tensors, numbers, strict=True)))
@@ -103,6 +115,8 @@ class LoggerConnector(_LoggerConnector):
         if not self.trainer.loggers or not metrics:
             return
         self._logged_metrics.update(metrics)
+        if self.rows is not None:
+            self.rows.stream.send()  # loggers hear of a step after the rows up to it
         if not all(isinstance(value, Tensor) and value.numel() == 1 for value in metrics.values()):
             self.drain.flush()
             self._deliver(convert_tensors_to_scalars(metrics), step, self._default_step())
@@ -131,5 +145,5 @@ class LoggerConnector(_LoggerConnector):
     def teardown(self) -> None:
         """Bring everything to the host."""
         self.publish()
-        self.drain.flush()
+        self.flush()
         super().teardown()

@@ -28,7 +28,7 @@ class EpochLoop(_TrainingEpochLoop):
     def __init__(self, trainer: Trainer, stock: _TrainingEpochLoop, *, lightning_quirks: bool) -> None:
         super().__init__(trainer, min_steps=stock.min_steps, max_steps=stock.max_steps)
         self.automatic_optimization = WindowedOptimization(trainer, lightning_quirks=lightning_quirks)
-        self._results = StepResults(training=True)
+        self._results = self.results = StepResults(training=True)
         self.val_loop._results = StepResults(training=False)
         self.plan: StepPlan | None = None
         self.fallbacks: list[FallbackReason] = []
@@ -53,7 +53,7 @@ class EpochLoop(_TrainingEpochLoop):
             StopIteration: The batches are used up, or the module ended the epoch by returning -1.
         """
         plan = self.plan
-        if plan is None or self.restarting or plan.hooks.n_callbacks != len(self.trainer.callbacks):  # type: ignore[attr-defined]
+        if plan is None or self.restarting or plan.hooks.n_callbacks != len(self.trainer.callbacks):
             super().advance(data_fetcher)
             return
         self.val_loop.restarting = False
@@ -62,7 +62,7 @@ class EpochLoop(_TrainingEpochLoop):
         batch = plan.feed.next()
         progress.is_last_batch = data_fetcher.done
         progress.increment_ready()
-        connector: LoggerConnector = self.trainer._logger_connector  # type: ignore[assignment]
+        connector: LoggerConnector = self.trainer._logger_connector
         connector.on_batch_start(batch)
         last = self._num_ready_batches_reached()
         outputs: Any = None
@@ -84,21 +84,21 @@ class EpochLoop(_TrainingEpochLoop):
         if stop:
             raise StopIteration
         plan.hooks("on_train_batch_end", outputs, batch, batch_idx)
-        connector.end_step(self._results)  # type: ignore[arg-type]
+        connector.end_step(self.results)
         progress.increment_completed()
         self._log_step(connector)
 
     def _log_step(self, connector: LoggerConnector) -> None:
         trainer = self.trainer
-        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        every = trainer.log_every_n_steps
         due = every and (self._batches_that_stepped + 1) % every == 0
-        if (due or trainer.should_stop or trainer.fast_dev_run) and not self._should_accumulate():  # type: ignore[attr-defined]
+        if (due or trainer.should_stop or trainer.fast_dev_run) and not self._should_accumulate():
             connector.update_train_step_metrics()
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         """Validate, update plateau schedulers and count, where there is any of it to do."""
         plan, trainer = self.plan, self.trainer
-        trainer._logger_connector.drain.poll()  # type: ignore[attr-defined]
+        trainer._logger_connector.drain.poll()
         if plan is None or plan.validates or plan.step_plateaus or trainer.should_stop or self._skip_next_val:
             super().on_advance_end(data_fetcher)
             return

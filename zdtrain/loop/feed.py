@@ -71,7 +71,7 @@ class Feed:
     def _resident(self, batch: Any) -> Any | None:
         """Return a flat batch whose tensors are all on the device already; None where something has to move.
 
-        Lists and dicts are copied, because stock's transfer does: a step that edits its batch must not edit the data set.
+        Lists and dicts are copied, because stock's transfer does: a step that edits its batch must not edit the data.
         """
         kind = type(batch)
         if kind is Tensor:

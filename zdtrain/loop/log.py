@@ -17,8 +17,8 @@ from zdtrain.loop.results import MetricSlot, StepResults
 class StepLog:
     """Stands in for `LightningModule.log` during one hook.
 
-    The first call for a name, and any call that differs from the one before, goes through stock Lightning: its checks, its
-    errors, its warnings. Calls that repeat a known declaration only write the value.
+    The first call for a name, and any call that differs from the one before, goes through stock Lightning: its checks,
+    its errors, its warnings. Calls that repeat a known declaration only write the value.
 
     Args:
         module: The module whose `log` is replaced.

@@ -70,11 +70,12 @@ class StepPlan:
 def reasons_for_stock(trainer: Trainer, fetcher: _DataFetcher) -> Iterator[FallbackReason]:
     """Yield what keeps this epoch's steps on stock Lightning's own loop."""
     module, strategy, precision = trainer.lightning_module, trainer.strategy, trainer.precision_plugin
+    profiler: object = trainer.profiler  # type: ignore[attr-defined]
     optimization = trainer.fit_loop.epoch_loop.automatic_optimization
-    if type(trainer.profiler) is not PassThroughProfiler:
+    if type(profiler) is not PassThroughProfiler:
         yield FallbackReason(
             code="profiler",
-            message=f"{type(trainer.profiler).__name__} times stock Lightning's own loop; drop profiler= to lift this",
+            message=f"{type(profiler).__name__} times stock Lightning's own loop; drop profiler= to lift this",
         )
     if not module.automatic_optimization:
         yield FallbackReason(

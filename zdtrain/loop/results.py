@@ -50,7 +50,7 @@ class MetricSlot(_ResultMetric):
             self.total.copy_(earlier)
 
     @property
-    def value(self) -> Tensor:  # type: ignore[override]
+    def value(self) -> Tensor:
         """Epoch accumulator, shape=(); for a step-only slot the last value."""
         self.settle()
         return self.cell if self.reduction == "step" else self.total
@@ -71,7 +71,9 @@ class MetricSlot(_ResultMetric):
         else:
             d["cell"].fill_(value)
         d["pending"] = batch_size
-        d["bank"].written[d["index"]] = self
+        bank, index = d["bank"], d["index"]
+        bank.written[index] = self
+        bank.fresh.add(index)
 
     def take(self, value: Tensor, batch_size: Any) -> None:
         """Write a value that has to be reduced over processes, or noted as not floating, first."""
@@ -101,10 +103,11 @@ class MetricSlot(_ResultMetric):
 
     def compute(self) -> Tensor:
         """Return the epoch's value, reduced over processes where the user asked for it."""
-        value = self.meta.sync(self.value.clone())
-        if self.reduction != "mean":
-            return value
-        return value / (self.meta.sync(self.cumulated_batch_size) if self.meta.sync.should else self.weight)
+        sync = self.meta.sync
+        value: Tensor = sync(self.value.clone())
+        if self.reduction == "mean":
+            value = value / (sync(self.cumulated_batch_size) if sync.should else self.weight)
+        return value
 
     def reset(self) -> None:
         """Start a new epoch at the same addresses."""
@@ -188,6 +191,14 @@ class StepResults(_ResultCollection):
                 for slot in slots:
                     slot.settle()
             bank.written.clear()
+
+    def end_step(self) -> None:
+        """Close the step: fold its values, let go of its batch."""
+        self.commit()
+        for bank in self.banks:
+            bank.fresh.clear()
+        self.batch = None
+        self.batch_size = None
 
     @staticmethod
     def _get_cache(result_metric: _ResultMetric, on_step: bool) -> Tensor | None:

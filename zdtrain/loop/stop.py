@@ -12,9 +12,9 @@ _CHECK = EarlyStopping._run_early_stopping_check.__code__
 class StopRequests:
     """What ``trainer.should_stop`` stands for.
 
-    Stock Lightning keeps one flag. Where ``min_epochs`` or ``min_steps`` makes a run go on after EarlyStopping gave up, the
-    metric may recover, and the flag would still end the run at the minimum. Here a verdict replaces the same callback's
-    earlier verdict; requests from anywhere else are never taken back by a callback.
+    Stock Lightning keeps one flag. Where ``min_epochs`` or ``min_steps`` makes a run go on after EarlyStopping gave
+    up, the metric may recover, and the flag would still end the run at the minimum. Here a verdict replaces the same
+    callback's earlier verdict; requests from anywhere else are never taken back by a callback.
     """
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class StopRequests:
 class LatchedStop(StopRequests):
     """Stock Lightning's one flag, whoever writes it."""
 
-    def read_from(self, frame: FrameType) -> bool:
+    def read_from(self, frame: FrameType) -> bool:  # noqa: ARG002
         """Return the flag."""
         return self.by_hand
 
-    def write_from(self, frame: FrameType, value: bool) -> None:
+    def write_from(self, frame: FrameType, value: bool) -> None:  # noqa: ARG002
         """Set the flag."""
         self.by_hand = value
 

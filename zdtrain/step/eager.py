@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
@@ -70,7 +70,7 @@ class EagerStep:
             progress.increment_ready()
             # The optimizer gets the whole step as its closure, as in stock: hooks registered on it, optimizers that
             # evaluate more than once and schedulers that count its calls all see what they would see there.
-            self._optimizer.step(self._closure)
+            self._optimizer.step(self._closure)  # type: ignore[arg-type]
             progress.increment_completed()
         if not self._ran:
             raise MisconfigurationException(
