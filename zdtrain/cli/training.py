@@ -23,7 +23,7 @@ from zdtrain.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, repo
 from zdtrain.cli.arguments import WHOLE_NUMBER_MODE, configs_first, whole_numbers
 from zdtrain.cli.explain import explain
 from zdtrain.errors import ConfigError
-from zdtrain.records.recorder import RunRecorder, attach_recorder, find_recorder, recorder_for
+from zdtrain.records.recorder import RunRecorder, find_recorder, recorder_for
 from zdtrain.trainer import Trainer
 
 EXIT_TERMINATED = 143  # 128 + SIGTERM
@@ -139,14 +139,12 @@ class TrainingCLI(LightningCLI):
         recorder = recorder_for(config.records, config.default_root_dir, name=self._get(self.config, "name"))
         if recorder is None:
             return super().instantiate_trainer(**kwargs)
-        if config.logger is None:  # nobody asked for another logger: the run folder is the one
-            kwargs["logger"] = False
-        trainer = super().instantiate_trainer(records=False, **kwargs)
         checkpoint = self._get(self.config, "ckpt_path")
         if self.subcommand == "fit" and checkpoint and Path(checkpoint).is_file():
             recorder.continue_from(checkpoint)
-        attach_recorder(trainer, recorder)
-        return trainer
+        if config.logger is None:  # nobody asked for another logger: the run folder is the one
+            kwargs["logger"] = False
+        return super().instantiate_trainer(records=recorder, **kwargs)
 
     @rank_zero_only
     def after_fit(self) -> None:

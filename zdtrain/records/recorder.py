@@ -179,7 +179,8 @@ class RunRecorder(Logger):
     def log_hyperparams(self, params: dict[str, Any] | Namespace | None, *_: Any, **__: Any) -> None:
         if params is None:
             return
-        self._hparams.update(to_plain(vars(params) if isinstance(params, Namespace) else params))
+        given = vars(params) if isinstance(params, Namespace) else params
+        self._hparams.update({name: to_plain(value) for name, value in given.items() if not name.startswith("_")})
         self.experiment.document(HPARAMS, self._hparams)
 
     @override

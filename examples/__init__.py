@@ -1,0 +1,1 @@
+"""Plain LightningModules on real input that is already on the machine; nothing is downloaded."""

@@ -1,0 +1,104 @@
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zdtrain.records.rows import EpochTable, MetricStatistics, Row, RowMerger
+from zdtrain.records.types import StepRecord
+
+
+def training(step, epoch=0, **values):
+    return StepRecord(step=step, epoch=epoch, batch_idx=step, values=values, wall_time=float(step))
+
+
+def logged(step, epoch=None, **values):
+    return StepRecord(step=step, epoch=epoch, values=values, wall_time=step + 0.5)
+
+
+def rows_of(records):
+    merger = RowMerger()
+    return [row for record in records for row in merger.add(record)] + merger.close()
+
+
+def test_training_and_logger_values_of_a_step_share_its_row():
+    rows = rows_of([training(0, loss=1.0), logged(0, epoch=0, loss=1.0), training(1, loss=2.0), logged(1, val=3.0)])
+    assert [(row.step, row.values) for row in rows] == [(0, {"loss": 1.0}), (1, {"loss": 2.0, "val": 3.0})]
+
+
+def test_learning_rates_that_come_before_lagging_training_values_find_their_row():
+    rows = rows_of([training(0, loss=1.0), logged(2, lr=0.2), training(1, loss=2.0), training(2, loss=3.0)])
+    assert [(row.step, row.values) for row in rows] == [
+        (0, {"loss": 1.0}),
+        (1, {"loss": 2.0}),
+        (2, {"lr": 0.2, "loss": 3.0}),
+    ]
+
+
+def test_micro_batches_of_an_accumulation_window_make_one_row():
+    rows = rows_of([training(0, loss=1.0), training(0, loss=2.0), training(1, loss=3.0)])
+    assert [(row.step, row.values) for row in rows] == [(0, {"loss": 2.0}), (1, {"loss": 3.0})]
+
+
+def test_rows_from_loggers_alone_are_sealed_by_the_next_step():
+    rows = rows_of([logged(9, epoch=0, loss=1.0), logged(9, val=2.0), logged(19, epoch=1, loss=3.0)])
+    assert [(row.step, row.epoch, row.values) for row in rows] == [
+        (9, 0, {"loss": 1.0, "val": 2.0}),
+        (19, 1, {"loss": 3.0}),
+    ]
+
+
+def test_a_row_without_epoch_belongs_to_the_current_one():
+    assert [row.epoch for row in rows_of([training(0, epoch=4, loss=1.0), logged(7, x=1.0)])] == [4, 4]
+
+
+def test_open_rows_stay_bounded_when_training_values_never_come():
+    merger = RowMerger()
+    merger.add(training(0, loss=1.0))
+    sealed = [row for step in range(1, 5000) for row in merger.add(logged(step, x=1.0))]
+    assert len(sealed) > 3900
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50))
+def test_epoch_statistics_equal_a_float64_reference(values):
+    running = MetricStatistics()
+    for value in values:
+        running.update(value)
+    result = running.as_dict()
+    assert result["mean"] == pytest.approx(statistics.fmean(values), rel=1e-9, abs=1e-9)
+    assert result["variance"] == pytest.approx(statistics.pvariance(values), rel=1e-6, abs=1e-6)
+    assert (result["min"], result["max"], result["count"]) == (min(values), max(values), len(values))
+    assert result["last"] == values[-1]
+
+
+def test_nonfinite_values_are_counted_apart():
+    running = MetricStatistics()
+    for value in (1.0, math.nan, math.inf, 3.0):
+        running.update(value)
+    assert running.as_dict() == {
+        "mean": 2.0,
+        "variance": 1.0,
+        "min": 1.0,
+        "max": 3.0,
+        "count": 2,
+        "last": 3.0,
+        "num_nonfinite": 2,
+    }
+
+
+def test_a_metric_that_was_never_finite_has_no_mean():
+    running = MetricStatistics()
+    running.update(math.nan)
+    assert running.as_dict()["mean"] is None
+    assert running.as_dict()["min"] is None
+
+
+def test_epochs_are_kept_apart():
+    table = EpochTable()
+    for step, epoch in ((0, 0), (1, 0), (2, 1)):
+        table.update(Row(step=step, epoch=epoch, batch_idx=step, wall_time=float(step), values={"m": float(step)}))
+    first, second = table.as_list()
+    assert (first["first_step"], first["last_step"], first["num_steps"], first["seconds"]) == (0, 1, 2, 1.0)
+    assert first["metrics"]["m"]["mean"] == 0.5
+    assert second["metrics"]["m"]["count"] == 1
