@@ -76,9 +76,7 @@ class DevicePrefetcher:
     def __iter__(self) -> Iterator[Any]:
         _warn_if_not_distributed(self.loader)
         source = iter(self.loader)
-        used = self._runtime.event()
-        used.record("train")
-        ahead = self._fetch(source, used)
+        ahead = self._fetch(source)
         while True:
             current, ahead = ahead, None
             if isinstance(current, _Failed):
@@ -86,14 +84,13 @@ class DevicePrefetcher:
             if current is None:
                 return
             current.ready.wait("train")
-            used.record("train")
-            ahead = self._fetch(source, used)
+            ahead = self._fetch(source)
             batch = current.batch
             del current  # or the batch would live one step longer than the step needs it
             yield batch
             del batch
 
-    def _fetch(self, source: Iterator[Any], used: Event) -> "_Ahead | _Failed | None":
+    def _fetch(self, source: Iterator[Any]) -> "_Ahead | _Failed | None":
         try:
             batch = next(source)
         except StopIteration:
@@ -102,7 +99,7 @@ class DevicePrefetcher:
             return _Failed(error)
         buffer = self._buffers[self._next_buffer]
         self._next_buffer = (self._next_buffer + 1) % len(self._buffers)
-        return buffer.send(batch, after=used)
+        return buffer.send(batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,33 +121,35 @@ class _StagingBuffer:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._done = runtime.event()
+        self._used = runtime.event()  # behind every step that may read the memory the next copies go to
+        self._done = runtime.event()  # behind the last copies out of this buffer
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._end = 0  # first byte of it that is free
         self._sources: list[Tensor] = []  # kept alive until their copies are done
 
-    def send(self, batch: Any, *, after: Event) -> _Ahead:
+    def send(self, batch: Any) -> _Ahead:
         if not self._done.query():
             self._done.synchronize()
         leaves = tree_leaves(batch)
         self._reserve(sum(_num_bytes(leaf) for leaf in leaves if _is_copied(leaf)))
         self._sources.clear()
         self._end = 0
+        self._used.record("train")
         self._done.record("copy")
-        on_device = tree_map_only(Tensor, lambda leaf: self._copy(leaf, after) if _is_copied(leaf) else leaf, batch)
+        on_device = tree_map_only(Tensor, lambda leaf: self._copy(leaf) if _is_copied(leaf) else leaf, batch)
         return _Ahead(batch=on_device, ready=self._done)
 
     def _reserve(self, num_bytes: int) -> None:
         if num_bytes > len(self._memory):
             self._memory = self._runtime.pinned((num_bytes,), torch.uint8)
 
-    def _copy(self, leaf: Tensor, after: Event) -> Tensor:
+    def _copy(self, leaf: Tensor) -> Tensor:
         # From the copy stream's own pool: memory given back early is used again behind this copy, on the same stream.
         with self._runtime.on("copy"):
             target = torch.empty_like(leaf, device=self._runtime.device)
         source = leaf if leaf.is_pinned() else self._stage(leaf, target.stride())
         self._sources.append(source)
-        self._runtime.copy_async(target, source, "copy", after=after, done=self._done)
+        self._runtime.copy_async(target, source, "copy", after=self._used, done=self._done)
         return target
 
     def _stage(self, leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
