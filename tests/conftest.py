@@ -22,13 +22,9 @@ LIGHTNING_VARIABLES = {
     "WORLD_SIZE",
 }
 # torch and pytest keep these for themselves.
-LIBRARY_VARIABLES = {
-    "KINETO_LOG_LEVEL",
-    "PYTEST_CURRENT_TEST",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # set when Inductor compiles its first C++ kernel
-}
+LIBRARY_PREFIXES = ("KINETO_", "PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise Inductor keeps a pool of threads for good
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -56,8 +52,8 @@ def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a thread, an environment variable or one of torch's global modes behind."""
     threads, environment, modes = set(threading.enumerate()), dict(os.environ), _torch_modes()
     yield
-    changed = {name for name in environment.keys() | os.environ.keys() if environment.get(name) != os.environ.get(name)}
-    changed -= LIBRARY_VARIABLES
+    names = {name for name in environment.keys() | os.environ.keys() if not name.startswith(LIBRARY_PREFIXES)}
+    changed = {name for name in names if environment.get(name) != os.environ.get(name)}
     for name in changed:
         _restore(name, environment.get(name))
     left = [thread.name for thread in _leaked_threads(threads)]
