@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._inductor.config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -20,3 +21,10 @@ class HostReads(TorchDispatchMode):
 @pytest.fixture
 def host_reads():
     return HostReads()
+
+
+@pytest.fixture(autouse=True)
+def compile_in_this_thread():
+    """Keep Inductor from starting a pool of compile workers that outlives the test."""
+    with torch._inductor.config.patch(compile_threads=1):
+        yield

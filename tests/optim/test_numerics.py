@@ -176,11 +176,13 @@ def test_the_tensor_given_as_lr_is_the_lr():
 
 def test_step_reads_nothing_with_every_option_on(host_reads):
     params = parameters(SHAPES, torch.float32)
-    for implementation in ("fused", "foreach"):
+    tensor_betas = {"betas": (torch.tensor(0.9), torch.tensor(0.99)), "eps": torch.tensor(1e-6)}
+    for implementation, more in (("fused", {}), ("foreach", {}), ("foreach", tensor_betas)):
         optimizer = SimpleAdam(
             params,
             lr=torch.tensor(0.1),
             weight_decay=torch.tensor(0.1),
+            **more,
             max_norm=torch.tensor(1.0),
             skip_nonfinite=True,
             schedule=Linear(num_steps=10),

@@ -22,7 +22,7 @@ from zdtrain.optim.groups import (
 )
 from zdtrain.optim.interchange import (
     STOCK_FLAGS,
-    add_missing_state,
+    check_saved,
     load_groups,
     plain_groups,
     plain_state,
@@ -161,14 +161,9 @@ class SimpleAdam(Optimizer):
 
     def capture_key(self) -> tuple[object, ...]:
         """Return what a captured `step` holds by value or by address; a capture is valid while this is equal."""
-        options = (
-            self._implementation,
-            id(self._max_norm),
-            self.skip_nonfinite,
-            id(self.schedule),
-            id(self.skip_if),
-        )
-        return (self._layout, *options, *(host_numbers(group) for group in self.param_groups))
+        held = (id(self._max_norm), id(self.schedule), id(self.skip_if))
+        numbers = (host_numbers(group) for group in self.param_groups)
+        return (self._layout, self._implementation, self.skip_nonfinite, *held, *numbers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with options of its own or those of the optimizer."""
@@ -374,8 +369,10 @@ class SimpleAdam(Optimizer):
             super().__setstate__(state)
             self._forget_buckets()
             return
+        check_saved(self.param_groups, state)
         load_groups(self.param_groups, state["param_groups"])
-        add_missing_state(self.param_groups, self.state, state["state"])
+        for param in state["state"]:
+            self.state[param]  # makes room, which init_state fills
         self.init_state()
         for bucket in self._buckets:
             bucket.load(state["state"])

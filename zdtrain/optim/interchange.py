@@ -1,6 +1,6 @@
 """State dicts in the form of ``torch.optim.AdamW``, read and written without moving a tensor."""
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -36,21 +36,30 @@ def plain_state(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, A
     return {key: {**entry, "step": entry["step"].clone()} for key, entry in state.items()}
 
 
-def load_groups(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> None:
-    """Write saved options into the groups in place.
+def check_saved(groups: list[dict[str, Any]], saved: Mapping[str, Any]) -> None:
+    """Refuse a saved optimizer that computed something else, before anything is written.
 
     Raises:
-        ConfigError: The saved optimizer computed something that SimpleAdam does not.
+        ConfigError: An option of the saved optimizer or an entry of its state cannot be taken over.
     """
-    for i, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+    for i, group in enumerate(saved["param_groups"]):
         for flag in ("amsgrad", "maximize"):
-            if saved.get(flag):
+            if group.get(flag):
                 raise ConfigError(f"param group {i} was saved with {flag}=True, which SimpleAdam does not have")
-        if saved.get("decoupled_weight_decay") is False and saved.get("weight_decay", 0) != 0:
+        if group.get("decoupled_weight_decay") is False and group.get("weight_decay", 0) != 0:
             raise ConfigError(
-                f"param group {i} was saved by Adam with coupled weight_decay={saved['weight_decay']}, SimpleAdam "
+                f"param group {i} was saved by Adam with coupled weight_decay={group['weight_decay']}, SimpleAdam "
                 "decouples it: set weight_decay to 0 in the saved group, or train on with torch.optim.Adam"
             )
+    params = [p for group in groups for p in group["params"]]
+    names = {param: f"parameter {i} of shape {tuple(param.shape)}" for i, param in enumerate(params)}
+    for param, entry in saved["state"].items():
+        _check_entry(names.get(param, f"state entry {param!r}"), param, entry)
+
+
+def load_groups(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> None:
+    """Write saved options into the groups in place."""
+    for group, saved in zip(groups, saved_groups, strict=True):
         for key, value in saved.items():
             if key not in STOCK_FLAGS and key not in ("params", "schedule_step"):
                 group[key] = _matching(group.get(key), value)
@@ -63,23 +72,6 @@ def _matching(current: Any, saved: Any) -> Any:
     if isinstance(current, (int, float)) and isinstance(saved, Tensor):
         return saved.item()
     return saved
-
-
-def add_missing_state(
-    groups: list[dict[str, Any]], state: MutableMapping[Tensor, dict[str, Any]], saved: Mapping[Any, Any]
-) -> None:
-    """Check what was saved and make room for the parameters that have no state yet.
-
-    Raises:
-        ConfigError: An entry is not Adam's, or does not fit its parameter.
-    """
-    params = [p for group in groups for p in group["params"]]
-    names = {param: f"parameter {i} of shape {tuple(param.shape)}" for i, param in enumerate(params)}
-    for param, entry in saved.items():
-        _check_entry(names.get(param, f"state entry {param!r}"), param, entry)
-    for param in params:
-        if param in saved and param not in state:
-            state[param] = {}  # filled with zeros when the lists for the update are made
 
 
 def saved_step_count(saved: Mapping[str, Any]) -> Any:

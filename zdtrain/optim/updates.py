@@ -138,7 +138,10 @@ def foreach_adamw_(
     torch._foreach_add_(v, torch._foreach_mul(torch._foreach_mul(g, g), _cast(weight2, wide)))
     denominators = torch._foreach_sqrt(v)
     torch._foreach_div_(denominators, correction2_sqrt.to(wide).unbind())
-    torch._foreach_add_(denominators, _cast(eps, wide))
+    if isinstance(eps, Tensor):
+        torch._foreach_add_(denominators, eps.to(wide), alpha=1)  # without alpha the tensor would be read as a number
+    else:
+        torch._foreach_add_(denominators, eps)
     torch._foreach_div_(denominators, (-rate / correction1).to(wide).unbind())
     torch._foreach_addcdiv_(p, m, denominators)
 
