@@ -1,0 +1,192 @@
+"""Runs a few real steps of a LightningModule on the shadow device, under stock Lightning's Trainer."""
+
+import contextlib
+import gc
+import logging
+import random
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from zdtrain.check.analysis import analyse
+from zdtrain.check.findings import Finding, make_finding
+from zdtrain.check.observe import ObservedTrainer, Observer
+from zdtrain.check.report import CheckReport
+from zdtrain.check.shadow import ShadowDevice
+from zdtrain.check.shapes import ModulePath
+from zdtrain.check.source import frame_kind
+
+_SERVED_CALLBACKS = (Checkpoint, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar)
+"""These read values that have already arrived under zdtrain's Trainer, or write files that a check must not write."""
+
+_FIXED_OPTIONS: dict[str, Any] = {
+    "accelerator": "gpu",
+    "devices": 1,
+    "num_nodes": 1,
+    "strategy": "auto",
+    "max_epochs": 1,
+    "max_steps": -1,
+    "max_time": None,
+    "min_epochs": None,
+    "min_steps": None,
+    "num_sanity_val_steps": 0,
+    "overfit_batches": 0.0,
+    "fast_dev_run": False,
+    "val_check_interval": 1.0,
+    "check_val_every_n_epoch": 1,
+    "limit_test_batches": 0,
+    "limit_predict_batches": 0,
+    "profiler": None,
+    "detect_anomaly": False,
+    "barebones": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Options of the Trainer that a check decides itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to run."""
+
+    module: LightningModule
+    train_loader: Any = None
+    """Batches to train on; None leaves it to the data module or to the module's own `train_dataloader`."""
+    validation_loader: Any = None
+    """Batches to validate on; None as above."""
+    datamodule: LightningDataModule | None = None
+    num_steps: int = 4
+    """Training steps; at least 3: the first one fills caches, two more are compared."""
+    num_validation_steps: int = 3
+    trainer_options: Mapping[str, Any]
+    """Options for the Trainer; those in `_FIXED_OPTIONS` are overruled."""
+    shapes: bool = False
+    """Whether to keep the table of intermediate tensors."""
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence Lightning's messages: they are about a run that is not the user's."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _same_randomness() -> Iterator[None]:
+    """Give the random generators back as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage inside: the records of a step would trigger full collections, each longer than the step."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _split_callbacks(options: Mapping[str, Any]) -> tuple[list[Callback], tuple[str, ...]]:
+    given = options.get("callbacks") or []
+    callbacks = given if isinstance(given, list) else [given]
+    run = [callback for callback in callbacks if not isinstance(callback, _SERVED_CALLBACKS)]
+    skipped = tuple(type(callback).__name__ for callback in callbacks if isinstance(callback, _SERVED_CALLBACKS))
+    return run, skipped
+
+
+def _make_trainer(plan: Plan, observer: Observer, callbacks: list[Callback]) -> ObservedTrainer:
+    options = {**plan.trainer_options, **_FIXED_OPTIONS}
+    accumulate = options.get("accumulate_grad_batches") or 1
+    trainer = ObservedTrainer(
+        **{
+            **options,
+            "callbacks": [observer, *callbacks],
+            "logger": DummyLogger(),  # type: ignore[no-untyped-call]
+            "limit_train_batches": plan.num_steps * accumulate,
+            "limit_val_batches": plan.num_validation_steps,
+        }
+    )
+    trainer.recorder = observer.recorder
+    return trainer
+
+
+def _fit(trainer: ObservedTrainer, plan: Plan) -> Exception | None:
+    """Train; frames around this function are nobody's. Returns what the user's code raised."""
+    try:
+        trainer.fit(plan.module, plan.train_loader, plan.validation_loader, datamodule=plan.datamodule)
+    except Exception as error:  # whatever the user's step raises becomes a finding
+        return error
+    return None
+
+
+def _raised(error: BaseException, stage: str) -> Finding:
+    """The innermost line of the user's code that an exception passed."""
+    place: TracebackType | None = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame_kind(frame.f_code.co_filename) == "user":
+            place = _entry_of(error, frame)
+    message = f"{type(error).__name__}: {error}".splitlines()[0]
+    if place is None:
+        return make_finding("step-raised", message, stage=stage)
+    code = place.tb_frame.f_code
+    return make_finding(
+        "step-raised", message, stage=stage, file=code.co_filename, line=place.tb_lineno, function=code.co_qualname
+    )
+
+
+def _entry_of(error: BaseException, frame: Any) -> TracebackType | None:
+    entry = error.__traceback__
+    while entry is not None and entry.tb_frame is not frame:
+        entry = entry.tb_next
+    return entry
+
+
+def run(plan: Plan) -> CheckReport:
+    """Run the plan on the shadow device and report."""
+    with _quiet(), _no_collection(), _same_randomness(), ShadowDevice(boundary=_fit.__code__) as device:
+        observer = Observer(device, plan.module)
+        callbacks, skipped = _split_callbacks(plan.trainer_options)
+        with ModulePath() if plan.shapes else contextlib.nullcontext() as path, observer.attached():
+            if path is not None:
+                path.name_modules(plan.module)
+                device.track_modules(path)
+            trainer = _make_trainer(plan, observer, callbacks)
+            error = _fit(trainer, plan)
+            raised = [] if error is None else [_raised(error, observer.recorder.stage)]
+            return analyse(
+                observer,
+                trainer,
+                extra=raised,
+                keep_shapes=plan.shapes,
+                skipped_callbacks=skipped,
+            )
+
+

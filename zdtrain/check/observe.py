@@ -1,0 +1,338 @@
+"""Watches a LightningModule while a Trainer runs it: where each step begins and ends, and what changed in between."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils import _pytree as pytree
+
+from zdtrain.check import state
+from zdtrain.check.audit import GradientWatch, audit_devices, audit_registration
+from zdtrain.check.findings import Finding, make_finding
+from zdtrain.check.optimizers import group_options, learning_rates, make_capturable
+from zdtrain.check.recorder import IN_STEP, Recorder
+from zdtrain.check.shadow import ShadowDevice
+from zdtrain.check.source import Location, expression, frame_kind, line_matching, method_location
+from zdtrain.check.trace import Operation
+
+WRAPPED = frozenset({"training_step", "validation_step", "on_after_batch_transfer", "on_train_batch_end", "log"})
+
+_CHANGES_A_GROUP = (r"""\[["']\w+["']\]\s*[-+*/]?=[^=]""", r"lr_schedulers|sched\w*\.step\(", r"param_groups")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step that ran."""
+
+    stage: str
+    """``train`` or ``validation``."""
+    signature: object
+    """Equal for steps that a single captured program could serve."""
+    learning_rates: tuple[float, ...]
+    operations: list[Operation]
+    """Those inside the captured part of the step."""
+    num_tensors: int
+    """Device tensors made."""
+    num_bytes: int
+    """Bytes of those."""
+
+
+class _ObservedIndex(int):
+    """A batch index that notes when the user's code looks at it."""
+
+    recorder: Recorder
+
+
+def _noting(name: str) -> Callable[..., Any]:
+    operation = getattr(int, name)
+
+    @functools.wraps(operation)
+    def method(self: _ObservedIndex, *args: Any) -> Any:
+        note_counter(self.recorder, "step-counter", "batch_idx", depth=2)
+        return operation(self, *args)
+
+    return method
+
+
+for _name in (
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__mod__", "__rmod__", "__floordiv__"),
+    *("__rfloordiv__", "__truediv__", "__rtruediv__", "__pow__", "__rpow__", "__divmod__", "__neg__", "__and__"),
+    *("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__bool__", "__int__", "__float__", "__index__"),
+    *("__hash__", "__repr__", "__str__", "__format__"),
+):
+    setattr(_ObservedIndex, _name, _noting(_name))
+
+
+def note_counter(recorder: Recorder, code: str, name: str, *, depth: int) -> None:
+    """Take a note if the user's own code, inside the step, looks at a counter of the loop."""
+    if not recorder.is_listening or recorder.hook() not in IN_STEP:
+        return
+    frame = sys._getframe(depth)
+    if frame.f_code.co_filename.endswith("module.py") and frame.f_code.co_name == name and frame.f_back is not None:
+        frame = frame.f_back  # LightningModule.global_step and current_epoch ask the trainer
+    if frame_kind(frame.f_code.co_filename) == "user":
+        location = Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
+        recorder.add(code, location, f"`{expression(frame) or name}` looks at {name}")
+
+
+class ObservedTrainer(Trainer):
+    """Stock Lightning's Trainer, whose counters note when a step looks at them."""
+
+    recorder: Recorder | None = None
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps taken."""
+        if self.recorder is not None:
+            note_counter(self.recorder, "step-counter", "global_step", depth=2)
+        return super().global_step
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs finished."""
+        if self.recorder is not None:
+            note_counter(self.recorder, "epoch-counter", "current_epoch", depth=2)
+        return super().current_epoch
+
+
+def _signature(batch: Any) -> object:
+    leaves, tree = pytree.tree_flatten(batch)
+    described = tuple(
+        (tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if isinstance(leaf, bool | int | float | str)
+        else type(leaf)
+        for leaf in leaves
+    )
+    return str(tree), described
+
+
+class Observer(Callback):
+    """A callback that comes first, together with wrappers around a few methods of the module.
+
+    Args:
+        device: the shadow device that is on.
+        module: the module that will be trained.
+    """
+
+    def __init__(self, device: ShadowDevice, module: LightningModule) -> None:
+        self.device = device
+        self.module = module
+        self.recorder = device.recorder
+        self.steps: list[Step] = []
+        self.audits: list[Finding] = []
+        self.logged: dict[tuple[str, str], list[tuple[Location, float]]] = {}
+        """Python numbers given to `self.log`, by stage and name, after the first step."""
+        self.gradients: GradientWatch | None = None
+        self._index = {"train": 0, "validation": 0}
+        self._first_born = 0
+        self._batch_signature: object = None
+        self._rates: tuple[float, ...] = ()
+        self._before: tuple[state.Fingerprint, dict[str, tuple[int, int]]] | None = None
+
+    # ---- wrappers around the module's methods
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Wrap the module's methods inside."""
+        self.recorder.hook = lambda: self.module._current_fx_name or ""
+        wrappers = {
+            "training_step": self._wrap_step("training_step", self._after_training_step),
+            "validation_step": self._wrap_step("validation_step", lambda result: result),
+            "on_after_batch_transfer": self._wrap_transfer(),
+            "on_train_batch_end": self._wrap_batch_end(),
+            "log": self._wrap_log(),
+        }
+        self.module.__dict__.update(wrappers)
+        try:
+            yield
+        finally:
+            self.recorder.hook = lambda: ""
+            for name in wrappers:
+                del self.module.__dict__[name]
+            if self.gradients is not None:
+                self.gradients.remove()
+
+    def _wrap_step(self, name: str, after: Callable[[Any], Any]) -> Callable[..., Any]:
+        original = getattr(self.module, name)
+        names = list(inspect.signature(original).parameters)
+        position = names.index("batch_idx") if "batch_idx" in names else None
+
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if self.recorder.stage == "train":
+                self._before = self._snapshot()
+            self._batch_signature = _signature(args[0]) if args else None
+            if position is not None and position < len(args):
+                index = _ObservedIndex(args[position])
+                index.recorder = self.recorder
+                args = (*args[:position], index, *args[position + 1 :])
+            options = group_options(self.module.trainer.optimizers)
+            result = original(*args, **kwargs)
+            if group_options(self.module.trainer.optimizers) != options:
+                place = line_matching(self.module, name, _CHANGES_A_GROUP)
+                self.recorder.add("lr-replaced", place, f"{name} changes an option of an optimizer's param_group")
+            return after(result)
+
+        return step
+
+    def _wrap_transfer(self) -> Callable[..., Any]:
+        original = self.module.on_after_batch_transfer
+
+        @functools.wraps(original)
+        def transfer(*args: Any, **kwargs: Any) -> Any:
+            with self.device.recording():
+                return original(*args, **kwargs)
+
+        return transfer
+
+    def _wrap_batch_end(self) -> Callable[..., Any]:
+        original = self.module.on_train_batch_end
+
+        @functools.wraps(original)
+        def batch_end(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._end_step()
+            return result
+
+        return batch_end
+
+    def _wrap_log(self) -> Callable[..., Any]:
+        original = self.module.log
+
+        @functools.wraps(original)
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(value, bool | int | float) and self.recorder.is_listening:
+                self.recorder.note("logged-number", f"`{name}` is a Python {type(value).__name__}")
+                if self.recorder.step > 0:
+                    place = self.recorder.locate()
+                    self.logged.setdefault((self.recorder.stage, name), []).append((place, float(value)))
+            with self.recorder.muted():
+                try:
+                    original(name, value, *args, **kwargs)
+                    return
+                except MisconfigurationException as error:
+                    refusal = str(error)
+                    if "You can't" not in refusal:
+                        raise
+            place = self.recorder.locate()
+            fields = {"file": place.file or None, "line": place.line or None, "function": place.function}
+            self.audits.append(make_finding("log-outside-hook", refusal, **fields, stage="module"))
+
+        return log
+
+    def _after_training_step(self, result: Any) -> Any:
+        """Note a loss that is not a scalar, and go on with its mean."""
+        loss = result.get("loss") if isinstance(result, dict) else result
+        if not isinstance(loss, torch.Tensor) or loss.dim() == 0:
+            return result
+        made = [item.location for item in self.device.born if item.reference() is loss]
+        place = made[-1] if made else method_location(self.module, "training_step")
+        self.recorder.add("loss-shape", place, f"the loss has shape {tuple(loss.shape)}")
+        with self.recorder.muted():
+            mean = loss.mean()
+        return {**result, "loss": mean} if isinstance(result, dict) else mean
+
+    # ---- callback hooks: where steps begin and end
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the optimizers what they would be inside a capture."""
+        for optimizer in trainer.optimizers:
+            make_capturable(optimizer)
+        self.gradients = GradientWatch(pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin a training step."""
+        if self._index["train"] == 0:
+            self.audits += audit_registration(pl_module, WRAPPED)
+            self.audits += audit_devices(pl_module)
+        self._begin_step("train")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Compare the module's state before and after the captured part of the step."""
+        if self._before is not None and self._index["train"] > 0:
+            self._compare_state(*self._before, *self._snapshot())
+        self._before = None
+        if self.gradients is not None:
+            self.gradients.look_at_grad_fields()
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Begin a validation step."""
+        self._begin_step("validation")
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """End a validation step."""
+        self._batch_signature = (self._batch_signature, dataloader_idx)
+        self._end_step()
+
+    def _begin_step(self, stage: str) -> None:
+        self.recorder.stage = stage
+        self.device.start_step(self._index[stage])
+        self._first_born = len(self.device.born)
+        self._rates = learning_rates(self.module.trainer.optimizers)
+        self.recorder.is_armed = True
+
+    def _end_step(self) -> None:
+        self.recorder.is_armed = False
+        trainer = self.module.trainer
+        stage = self.recorder.stage
+        index = self._index[stage]
+        phase = index % trainer.accumulate_grad_batches if stage == "train" else 0
+        self.steps.append(
+            Step(
+                stage=stage,
+                signature=(self._batch_signature, phase),
+                learning_rates=self._rates,
+                operations=[op for op in self.device.operations if op.context.hook in IN_STEP],
+                num_tensors=len(self.device.born) - self._first_born,
+                num_bytes=self.device.made_bytes,
+            )
+        )
+        self._index[stage] += 1
+
+    # ---- state
+    def _snapshot(self) -> tuple[state.Fingerprint, dict[str, tuple[int, int]]]:
+        tensors = state.tensor_bindings(self.module, WRAPPED)
+        with self.recorder.muted():
+            return state.python_state(self.module, WRAPPED), {
+                path: (id(tensor), tensor.data_ptr() if tensor.layout == torch.strided else 0)
+                for path, tensor in tensors.items()
+            }
+
+    def _compare_state(
+        self,
+        python_before: state.Fingerprint,
+        tensors_before: dict[str, tuple[int, int]],
+        python_after: state.Fingerprint,
+        tensors_after: dict[str, tuple[int, int]],
+    ) -> None:
+        rebound = {path for path, was in tensors_before.items() if tensors_after.get(path, was) != was}
+        bindings = state.tensor_bindings(self.module, WRAPPED)
+        for path in sorted(rebound):
+            place = state.change_location(self.module, path)
+            code = "kept-graph" if bindings[path].grad_fn is not None else "rebound-tensor"
+            self.recorder.add(code, place, f"`{path}` names another tensor after the step", hook="training_step")
+        holds_tensors = {path.partition("[")[0] for path in bindings if "[" in path}
+        changed = {path for path in python_before.keys() | python_after.keys() if path not in rebound}
+        for path in sorted(changed - holds_tensors):
+            if python_before.get(path) != python_after.get(path):
+                place = state.change_location(self.module, path)
+                self.recorder.add("python-state", place, f"the step changes `{path}`", hook="training_step")

@@ -1,0 +1,37 @@
+"""Brings optimizers into the form they have inside a capture."""
+
+import torch
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+
+def make_capturable(optimizer: Optimizer) -> None:
+    """Switch on `capturable` where the optimizer has it: zdtrain's Trainer does so for a capture."""
+    for group in optimizer.param_groups:
+        if "capturable" in group and not group.get("fused"):
+            group["capturable"] = True
+
+
+def is_never_capturable(optimizer: Optimizer) -> bool:
+    """Whether the algorithm re-runs the step or sizes its work on the host."""
+    return isinstance(optimizer, LBFGS | SparseAdam)
+
+
+def learning_rates(optimizers: list[Optimizer]) -> tuple[float, ...]:
+    """The learning rate of every group, as far as it is a Python number."""
+    rates = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rate = group.get("lr", 0.0)
+            rates.append(-1.0 if isinstance(rate, torch.Tensor) else float(rate))
+    return tuple(rates)
+
+
+def group_options(optimizers: list[Optimizer]) -> list[tuple[str, object]]:
+    """Every option of every group, comparable: tensors by identity, the rest by value."""
+    return [
+        (name, id(value) if isinstance(value, torch.Tensor) else value)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if name != "params"
+    ]
