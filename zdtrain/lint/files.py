@@ -1,0 +1,135 @@
+"""Finds the files to lint and reads them, whatever state they are in."""
+
+import io
+import json
+import os
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zdtrain.lint.settings import LintSettings, matches
+
+_SKIPPED_FOLDERS = frozenset(
+    [
+        ".git",
+        ".hg",
+        ".svn",
+        ".venv",
+        "venv",
+        "env",
+        "node_modules",
+        "__pycache__",
+        ".tox",
+        ".nox",
+        ".mypy_cache",
+        ".ruff_cache",
+        ".pytest_cache",
+        "build",
+        "dist",
+        "site-packages",
+        ".eggs",
+        ".ipynb_checkpoints",
+    ]
+)
+
+
+class UnreadableError(Exception):
+    """A file that can't be linted; the message says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A file's source. For a notebook: its code cells in order, and where each line came from."""
+
+    source: str
+    cells: tuple[tuple[int, int], ...] = ()
+    """For each line of a notebook's source: cell and line in the cell, from 1."""
+
+
+def find(paths: list[str], settings: LintSettings) -> Iterator[str]:
+    """Python files under the paths, each once, in order; a file that is named is taken as it is.
+
+    Raises:
+        Nothing: a path that does not exist is yielded, so that reading it reports it.
+    """
+    seen: set[str] = set()
+    for path in paths:
+        for found in _walk(path, settings) if os.path.isdir(path) else [path]:
+            real = os.path.realpath(found)
+            if real not in seen:
+                seen.add(real)
+                yield found
+
+
+def _walk(root: str, settings: LintSettings) -> Iterator[str]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name not in _SKIPPED_FOLDERS
+            and not os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
+            and not _excluded(os.path.join(folder, name), settings)
+        )
+        for name in sorted(files):
+            path = os.path.join(folder, name)
+            if name.endswith((".py", ".pyi")) and not _excluded(path, settings):
+                yield path
+
+
+def _excluded(path: str, settings: LintSettings) -> bool:
+    return any(matches(path, pattern) for pattern in settings.exclude)
+
+
+def read(path: str, settings: LintSettings) -> Text:
+    """Reads and decodes a file.
+
+    Raises:
+        UnreadableError: if it is missing, too large, not text, or a broken notebook.
+    """
+    try:
+        size = os.stat(path).st_size
+        if not os.path.isfile(path):
+            raise UnreadableError("not a regular file")
+        if size > settings.max_file_bytes:
+            raise UnreadableError(
+                f"{size:,} bytes are more than max-file-bytes = {settings.max_file_bytes:,}; generated?"
+            )
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UnreadableError(error.strerror or str(error)) from error
+    if path.endswith(".ipynb"):
+        return _notebook(data)
+    return Text(_decode(data))
+
+
+def _decode(data: bytes) -> str:
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        return io.TextIOWrapper(io.BytesIO(data), encoding, line_buffering=True).read()
+    except (SyntaxError, UnicodeDecodeError, LookupError) as error:
+        raise UnreadableError(f"not decodable: {error}") from error
+
+
+def _notebook(data: bytes) -> Text:
+    try:
+        cells = json.loads(data)["cells"]
+        lines: list[str] = []
+        places: list[tuple[int, int]] = []
+        for number, cell in enumerate(cells, 1):
+            if cell["cell_type"] != "code":
+                continue
+            for at, line in enumerate("".join(cell["source"]).splitlines(), 1):
+                lines.append("pass" if line.lstrip().startswith(("%", "!", "?")) else line)
+                places.append((number, at))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnreadableError(f"not a notebook: {type(error).__name__}: {error}") from error
+    return Text("\n".join(lines) + "\n", tuple(places))
+
+
+def write(path: str, source: str) -> None:
+    """Writes a fixed file in the encoding and with the line ends it had."""
+    data = Path(path).read_bytes()
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    newline = "\r\n" if b"\r\n" in data else "\n"
+    Path(path).write_bytes(source.replace("\n", newline).encode(encoding))

@@ -1,0 +1,1 @@
+"""The rules of the linter, by what they are about; `zdtrain.lint.rules.registry` has them all."""

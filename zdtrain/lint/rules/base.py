@@ -1,0 +1,147 @@
+"""The shape of a rule and the tables by which a walk finds the rules for what it meets."""
+
+import ast
+import enum
+import inspect
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+from zdtrain.lint.finding import Edit, Severity
+from zdtrain.lint.heat import Heat
+
+if TYPE_CHECKING:
+    from zdtrain.lint.expressions import Walk
+    from zdtrain.lint.source import Function
+
+
+class Scope(enum.Enum):
+    """Where a rule applies."""
+
+    READ = enum.auto()
+    """With the rule's severity in code that runs once per step, as a note elsewhere."""
+    HOT = enum.auto()
+    """Only in code that runs once per step."""
+    STEP = enum.auto()
+    """Only in code that a capture would record."""
+    ANYWHERE = enum.auto()
+    """Everywhere, with the same severity."""
+
+
+class Rule:
+    """Base of every rule: what it looks at is declared, what it finds it reports to the walk.
+
+    The docstring of a rule *is* its documentation page: a line that says what it finds, then the sections
+    Why, Example, Use instead and When to allow. The linter's tests lint both code blocks.
+    """
+
+    code: ClassVar[str]
+    """``ZD`` and three digits, never reused."""
+    name: ClassVar[str]
+    severity: ClassVar[Severity] = Severity.ERROR
+    scope: ClassVar[Scope] = Scope.READ
+    methods: ClassVar[tuple[str, ...]] = ()
+    """Names of methods (``x.name(…)``) whose calls it wants to see."""
+    functions: ClassVar[tuple[str, ...]] = ()
+    """Dotted names of functions whose calls it wants to see."""
+    expressions: ClassVar[tuple[type[ast.expr], ...]] = ()
+    statements: ClassVar[tuple[type[ast.stmt], ...]] = ()
+    triggers: ClassVar[tuple[str, ...]] = ()
+    """Text without which a function can't hold a finding of an ANYWHERE rule."""
+
+    def severity_at(self, heat: Heat) -> Severity | None:
+        """The severity of a finding in code of this heat; None if it is none."""
+        if self.scope is Scope.ANYWHERE:
+            return self.severity
+        if self.scope is Scope.STEP:
+            return self.severity if heat is Heat.STEP else None
+        if heat.hot:
+            return self.severity
+        return Severity.NOTE if self.scope is Scope.READ else None
+
+    def check_call(self, node: ast.Call, name: str, flow: "Walk") -> None:
+        """Sees a call that `methods` or `functions` asked for."""
+
+    def check_truth(self, node: ast.expr, flow: "Walk") -> None:
+        """Sees an expression whose truth Python asks for."""
+
+    def check_format(self, node: ast.expr, flow: "Walk") -> None:
+        """Sees an expression that is turned into text."""
+
+    def check_expression(self, node: ast.expr, flow: "Walk") -> None:
+        """Sees an expression of a type in `expressions`, after its parts."""
+
+    def check_statement(self, node: ast.stmt, flow: "Walk") -> None:
+        """Sees a statement of a type in `statements`, after its parts."""
+
+    def check_block(self, body: list[ast.stmt], flow: "Walk") -> None:
+        """Sees each list of statements of a function that takes a training step, after its parts."""
+
+    def check_function(self, function: "Function", flow: "Walk") -> None:
+        """Sees a whole function, last."""
+
+    def check_file(self, flow: "Walk") -> None:
+        """Sees the whole file, last; `flow` is the walk of its body."""
+
+    @classmethod
+    def page(cls) -> str:
+        """The rule's documentation page, in Markdown."""
+        return f"# {cls.code} {cls.name}\n\n{inspect.cleandoc(cls.__doc__ or '')}\n"
+
+    @classmethod
+    def summary(cls) -> str:
+        """The first line of the page."""
+        return inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
+
+
+class AnywhereRule(Rule):
+    """Base of rules that apply to all code alike."""
+
+    severity = Severity.WARNING
+    scope = Scope.ANYWHERE
+
+
+class CaptureRule(Rule):
+    """Base of rules about what a captured step can't do as written."""
+
+    severity = Severity.WARNING
+    scope = Scope.STEP
+
+
+class Rules:
+    """The selected rules, by what they look at."""
+
+    def __init__(self, selected: Iterable[Rule]) -> None:
+        self.selected = tuple(selected)
+        self.on_method: dict[str, list[Rule]] = {}
+        self.on_call: dict[str, list[Rule]] = {}
+        self.on_expression: dict[type[ast.expr], list[Rule]] = {}
+        self.on_statement: dict[type[ast.stmt], list[Rule]] = {}
+        for rule in self.selected:
+            for name in rule.methods:
+                self.on_method.setdefault(name, []).append(rule)
+            for name in rule.functions:
+                self.on_call.setdefault(name, []).append(rule)
+            for expression in rule.expressions:
+                self.on_expression.setdefault(expression, []).append(rule)
+            for statement in rule.statements:
+                self.on_statement.setdefault(statement, []).append(rule)
+        self.on_truth = self._overriding("check_truth")
+        self.on_format = self._overriding("check_format")
+        self.on_block = self._overriding("check_block")
+        self.on_function = self._overriding("check_function")
+        self.on_file = self._overriding("check_file")
+        self.triggers = tuple({trigger for rule in self.selected for trigger in rule.triggers})
+
+    def _overriding(self, name: str) -> list[Rule]:
+        return [rule for rule in self.selected if getattr(type(rule), name) is not getattr(Rule, name)]
+
+
+def replaced(node: ast.expr, text: str) -> tuple[Edit, ...]:
+    """The edit that puts `text` in the place of an expression."""
+    return (Edit(node.lineno, node.col_offset, node.end_lineno or node.lineno, node.end_col_offset or 0, text),)
+
+
+def short(node: ast.AST, limit: int = 40) -> str:
+    """An expression as source, cut to fit a message."""
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
