@@ -90,6 +90,8 @@ class Calls(Walk):
     def _method_call(self, node: ast.Call, function: ast.Attribute, owner: Kind, arguments: list[Kind]) -> Kinds:
         name = function.attr
         if self.is_self(function.value) and self.owner is not None:
+            if name in ("register_buffer", "register_parameter", "add_state") and node.args:
+                self._register(node.args[0])
             return self._self_call(name, arguments)
         if isinstance(function.value, ast.Call) and getattr(function.value.func, "id", "") == "super":
             return k.TENSOR | k.OUTPUT if name == "forward" else k.UNKNOWN
@@ -122,6 +124,11 @@ class Calls(Walk):
         if owner & k.LOADER:
             return owner if name in ("__iter__",) else k.UNKNOWN
         return self._named_result(name, arguments)
+
+    def _register(self, name: ast.expr) -> None:
+        """``self.register_buffer("name", …)``: from now on ``self.name`` is a tensor."""
+        if self.owner is not None and isinstance(name, ast.Constant) and isinstance(name.value, str):
+            self.owner.attributes[name.value] = k.TENSOR
 
     def _module_method(self, name: str, arguments: list[Kind]) -> Kind:
         if name in ("parameters", "buffers"):

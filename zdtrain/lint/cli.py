@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zdtrain.errors import ConfigError
-from zdtrain.lint import files, fix, report
+from zdtrain.lint import confirm, files, fix, report
 from zdtrain.lint.linter import NOT_LINTED, Report, lint_paths
 from zdtrain.lint.rules.registry import ALL
 from zdtrain.lint.settings import LEVELS, LintSettings, find_pyproject, load_settings, parse_level
@@ -37,6 +37,12 @@ def lint_parser() -> argparse.ArgumentParser:
     parser.add_argument("--format", choices=list(report.FORMATS), default="concise", help="output format")
     parser.add_argument("--statistics", action="store_true", help="count findings by rule instead of listing them")
     parser.add_argument("--fix", action="store_true", help="apply the fixes that are certain")
+    parser.add_argument(
+        "--with-check",
+        type=Path,
+        metavar="REPORT",
+        help="a `zdtrain check --format json` report: mark what it confirms",
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="pyproject.toml to read (default: the nearest)")
     parser.add_argument("--isolated", action="store_true", help="read no pyproject.toml")
     parser.add_argument("--jobs", type=_positive, metavar="N", help="processes (default: one per core for large trees)")
@@ -55,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = lint_parser().parse_args(argv)
     try:
         settings = _settings(options)
+        checked = confirm.checked_lines(options.with_check) if options.with_check else {}
     except ConfigError as error:
         print(f"zdtrain lint: {error}", file=sys.stderr)
         return 2
@@ -64,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if fixed:
             result = lint_paths(options.paths, settings, jobs=options.jobs)
         print(f"fixed {fixed} finding{'s' * (fixed != 1)}", file=sys.stderr)
+    if checked:
+        result.findings = confirm.mark(result.findings, checked)
     write = report.statistics if options.statistics else report.FORMATS[options.format]
     sys.stdout.write(write(result))
     return 2 if result.missing else 1 if result.findings else 0

@@ -48,3 +48,5 @@ class Finding:
     end_line: int = 0
     edits: tuple[Edit, ...] = ()
     """What ``--fix`` would write; empty where the fix is not certain."""
+    confirmed: bool = False
+    """Whether a dynamic check saw a problem on the same line."""

@@ -15,7 +15,10 @@ _GITHUB_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity
 
 def concise(report: Report) -> str:
     """``path:line:column: CODE message``, then a line that counts."""
-    lines = [f"{f.path}:{f.line}:{f.column}: {f.code} {f.message}" for f in report.findings]
+    lines = [
+        f"{f.path}:{f.line}:{f.column}: {f.code} {f.message}{' (confirmed by check)' if f.confirmed else ''}"
+        for f in report.findings
+    ]
     return "\n".join([*lines, summary(report)]) + "\n"
 
 
@@ -47,6 +50,7 @@ def _record(finding: Finding) -> dict[str, Any]:
         "runs": finding.heat.name.lower(),
         "message": finding.message,
         "fixable": bool(finding.edits),
+        "confirmed": finding.confirmed,
     }
 
 

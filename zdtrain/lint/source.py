@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from zdtrain.lint.kinds import Kind
+from zdtrain.lint.kinds import TENSOR, Kind
 
 # What a name means where the file does not say (star imports, snippets).
 _USUAL = {
@@ -151,6 +151,9 @@ class Source:
                     self.imports[alias.asname or top] = alias.name if alias.asname else top
             elif isinstance(statement, ast.ImportFrom):
                 self._add_import_from(statement)
+            elif isinstance(statement, ast.AnnAssign) and owner is not None:
+                if isinstance(statement.target, ast.Name) and "Tensor" in ast.unparse(statement.annotation):
+                    owner.attributes[statement.target.id] = TENSOR
             elif isinstance(statement, ast.Expr):
                 if isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
                     self.docstring_lines.update(range(statement.lineno, (statement.end_lineno or 0) + 1))

@@ -152,8 +152,7 @@ class TensorRebound(CaptureRule):
 
     ## Why
     A captured step goes on reading and writing the old tensor. zdtrain puts the new value back into the old address
-    where
-    it can (buffers, metric states); in place is cheaper and always right.
+    where it can (buffers, metric states); in place is cheaper and always right.
 
     ## Example
     ```python

@@ -14,8 +14,8 @@ class BlockingCopy(Rule):
     """Finds copies to the device without `non_blocking=True`.
 
     ## Why
-    From pageable memory the host stages the copy itself and waits. From pinned memory (`DataLoader(pin_memory=True)`)
-    with `non_blocking=True` it only queues it.
+    From pageable memory the host stages the copy itself and waits. From pinned memory
+    (`DataLoader(pin_memory=True)`) with `non_blocking=True` it only queues it.
 
     ## Example
     ```python
@@ -224,9 +224,8 @@ class LoggedNumber(Rule):
     """Finds `self.log(name, number)` in a step.
 
     ## Why
-    Lightning turns a Python number into a tensor on the device at every call: a copy, which a capture refuses. If the
-    number
-    came from a tensor, it was read back first for nothing.
+    Lightning turns a Python number into a tensor on the device at every call: a copy, which a capture refuses. If
+    the number came from a tensor, it was read back first for nothing.
 
     ## Example
     ```python

@@ -13,9 +13,8 @@ class ItemRead(Rule):
     """Finds `.item()`: Python waits until the device has computed the value.
 
     ## Why
-    Launching work on a GPU is asynchronous. `.item()` empties the queue: the host stops until every kernel before it
-    has
-    finished, then starts filling an idle device. A captured step can't contain it at all.
+    Launching work on a GPU is asynchronous. `.item()` empties the queue: the host stops until every kernel before
+    it has finished, then starts filling an idle device. A captured step can't contain it at all.
 
     ## Example
     ```python
@@ -232,7 +231,8 @@ class TruthTest(Rule):
     """Finds a tensor where Python asks for true or false: `if`, `while`, `assert`, `not`, `and`, `or`.
 
     ## Why
-    Python calls `bool(t)`, which is a host read; and the branch taken while capturing is the one that replays for ever.
+    Python calls `bool(t)`, which is a host read; and the branch taken while capturing is the one that replays for
+    ever.
 
     ## Example
     ```python
@@ -351,7 +351,8 @@ class LoggedTensor(Rule):
     """Finds a tensor handed to a writer that turns it into a number at once.
 
     ## Why
-    `SummaryWriter.add_scalar`, `wandb.log`, `mlflow.log_metric` and tqdm's `set_postfix` convert where they are called.
+    `SummaryWriter.add_scalar`, `wandb.log`, `mlflow.log_metric` and tqdm's `set_postfix` convert where they are
+    called.
 
     ## Example
     ```python

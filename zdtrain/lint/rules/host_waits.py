@@ -28,9 +28,8 @@ class DeviceSynchronize(Rule):
     ```
 
     ## Use instead
-    Nothing: kernels on one stream run in order. To order two streams use `wait_stream` or `wait_event`, which do not
-    stop the
-    host; to measure time use events and read them later.
+    Nothing: kernels on one stream run in order. To order two streams use `wait_stream` or `wait_event`, which do
+    not stop the host; to measure time use events and read them later.
     ```python
     def train(model, loader, optimizer):
         for x, y in loader:
@@ -124,7 +123,8 @@ class MathOnTensor(Rule):
     ```
 
     ## Use instead
-    The torch function of the same name; `SimpleAdam(skip_nonfinite=True)` or a `NonFinite` monitor for the case shown.
+    The torch function of the same name; `SimpleAdam(skip_nonfinite=True)` or a `NonFinite` monitor for the case
+    shown.
     ```python
     class Net(L.LightningModule):
         def training_step(self, batch, batch_idx):
@@ -292,8 +292,8 @@ class ErrorIfNonfinite(Rule):
     ```
 
     ## Use instead
-    Skip the bad update on the device: `SimpleAdam(max_norm=1.0, skip_nonfinite=True)`, and let a `NonFinite` monitor
-    tell.
+    Skip the bad update on the device: `SimpleAdam(max_norm=1.0, skip_nonfinite=True)`, and let a `NonFinite`
+    monitor tell.
     ```python
     def train(model, loader, optimizer):
         for x, y in loader:
@@ -320,7 +320,7 @@ class ErrorIfNonfinite(Rule):
 
 
 class TensorAsIndex(Rule):
-    """Finds a tensor used where Python needs an integer: `range(t)`, `items[t]`, `"x" * t`.
+    """Finds a tensor used where Python needs an integer: `range(t)`, `[a, b][t]`.
 
     ## Why
     Python calls `t.__index__()`, a host read.

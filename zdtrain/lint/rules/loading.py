@@ -222,8 +222,7 @@ class LoadWithoutMapLocation(AnywhereRule):
 
     ## Why
     Tensors go back to the device they were saved from: it fails on a machine without that device, and on several
-    processes
-    they all land on the first one.
+    processes they all land on the first one.
 
     ## Example
     ```python

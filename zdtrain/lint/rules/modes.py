@@ -14,7 +14,8 @@ class ScalerStep(Rule):
     """Finds `GradScaler.step`: it reads whether an overflow was found, unless the optimizer is fused.
 
     ## Why
-    `scaler.step(optimizer)` decides in Python whether to call the optimizer: one host read per step and per optimizer.
+    `scaler.step(optimizer)` decides in Python whether to call the optimizer: one host read per step and per
+    optimizer.
 
     ## Example
     ```python
@@ -86,6 +87,8 @@ class AnomalyMode(Rule):
     def check_expression(self, node: ast.expr, flow: Walk) -> None:
         assert isinstance(node, ast.Call)
         name = flow.dotted(node.func)
+        if is_constant(keyword(node, "check_nan"), False):
+            return  # keeps tracebacks only, reads nothing
         switched_on = name.endswith("set_detect_anomaly") and node.args and is_constant(node.args[0], True)
         if switched_on or name == "torch.autograd.detect_anomaly" or is_constant(keyword(node, "detect_anomaly"), True):
             flow.report(self, node, "anomaly mode reads every gradient back; use a NonFinite monitor")

@@ -17,8 +17,8 @@ class LearningRateReplaced(Rule):
     """Finds `group["lr"] = x` and its like in a step: the value is replaced, not written in place.
 
     ## Why
-    A captured step reads the tensor that was there when it was captured. With a Python number the new rate is simply
-    not seen.
+    A captured step reads the tensor that was there when it was captured. With a Python number the new rate is
+    simply not seen.
 
     ## Example
     ```python

@@ -133,8 +133,8 @@ class CheckpointRng(CaptureRule):
     """Finds activation checkpointing that saves and restores the generator's state.
 
     ## Why
-    `preserve_rng_state=True`, the default, reads the generator's state to the host; the reentrant variant also runs its
-    own backward inside. A CUDA graph capture refuses the first.
+    `preserve_rng_state=True`, the default, reads the generator's state to the host; the reentrant variant also runs
+    its own backward inside. A CUDA graph capture refuses the first.
 
     ## Example
     ```python
@@ -172,9 +172,8 @@ class ModeFlip(CaptureRule):
     """Finds `train()`, `eval()` and `requires_grad_()` on modules inside the step.
 
     ## Why
-    The mode is read in Python while capturing; a replay keeps the one it saw. zdtrain keys its programs by mode, so a
-    flip in
-    the step makes it capture again or fall back.
+    The mode is read in Python while capturing; a replay keeps the one it saw. zdtrain keys its programs by mode, so
+    a flip in the step makes it capture again or fall back.
 
     ## Example
     ```python

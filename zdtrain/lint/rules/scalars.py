@@ -76,8 +76,7 @@ class IntegerScalar(Rule):
 
     ## Why
     The dtype follows the literal: `torch.tensor(1)` is int64, `torch.tensor(1.0)` is float32. In-place arithmetic
-    with floats
-    then fails or rounds.
+    with floats then fails or rounds.
 
     ## Example
     ```python
