@@ -70,7 +70,7 @@ class EagerStep:
             progress.increment_ready()
             # The optimizer gets the whole step as its closure, as in stock: hooks registered on it, optimizers that
             # evaluate more than once and schedulers that count its calls all see what they would see there.
-            self._optimizer.step(self._closure)  # type: ignore[arg-type]
+            self._optimizer.step(closure=self._closure)  # type: ignore[arg-type]
             progress.increment_completed()
         if not self._ran:
             raise MisconfigurationException(
