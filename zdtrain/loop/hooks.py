@@ -62,6 +62,15 @@ class Hooks:
         attributes["_current_fx_name"] = previous
         return output
 
+    def run_as(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `function` as hook `name`: that is where `self.log` then finds itself."""
+        attributes = self._attributes
+        previous = attributes["_current_fx_name"]
+        attributes["_current_fx_name"] = name
+        output = function(*args, **kwargs)
+        attributes["_current_fx_name"] = previous
+        return output
+
 
 def callback_hook(callback: Callback, name: str) -> Callable[..., Any] | None:
     """Return the hook to call, or None where there is nothing that it could do."""

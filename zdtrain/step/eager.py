@@ -95,7 +95,9 @@ class EagerStep:
         self._optimization.correct_gradients(self._optimizer, self._batch_idx)
         self._hooks("on_before_optimizer_step", self._optimizer)
         if self._clips:
-            self._module.configure_gradient_clipping(
+            self._hooks.run_as(
+                "configure_gradient_clipping",
+                self._module.configure_gradient_clipping,
                 self._optimizer,
                 gradient_clip_val=self._trainer.gradient_clip_val,
                 gradient_clip_algorithm=self._trainer.gradient_clip_algorithm,
@@ -116,11 +118,7 @@ class EagerStep:
         # a copy: what `on_train_batch_end` keeps must not change with the loss
         self._loss = loss.detach().clone() if self._returns_output else loss.detach()
         self._hooks("on_before_backward", loss)
-        attributes = self._attributes
-        previous = attributes["_current_fx_name"]
-        attributes["_current_fx_name"] = "backward"
-        self._module.backward(loss)
-        attributes["_current_fx_name"] = previous
+        self._hooks.run_as("backward", self._module.backward, loss)
         self._hooks("on_after_backward")
 
     def _forward(self) -> Tensor | None:
@@ -167,7 +165,13 @@ class EagerStep:
             for parameter in self._parameters:
                 parameter.grad = None
         else:
-            self._module.optimizer_zero_grad(self._trainer.current_epoch, self._batch_idx, self._optimizer)
+            self._hooks.run_as(
+                "optimizer_zero_grad",
+                self._module.optimizer_zero_grad,
+                self._trainer.current_epoch,
+                self._batch_idx,
+                self._optimizer,
+            )
         progress.increment_completed()
 
 
