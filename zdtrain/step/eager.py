@@ -148,7 +148,7 @@ class EagerStep:
             loss = output["loss"] if not isinstance(output, Tensor) else output
             self._output = None if isinstance(output, Tensor) else output
         if loss.dim() != 0:
-            loss = one_element(loss)
+            require_one_element(loss)
         return loss if divisor == 1 else loss / divisor
 
     def _training_step(self) -> Any:
@@ -191,8 +191,8 @@ def plain_parameters(optimizer: Optimizer, module: LightningModule) -> list[torc
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def one_element(loss: Tensor) -> Tensor:
-    """Return a loss of one element as a 0-D tensor.
+def require_one_element(loss: Tensor) -> None:
+    """Refuse a loss that is not one number.
 
     Raises:
         LossShapeError: There is more than one element.
@@ -202,4 +202,3 @@ def one_element(loss: Tensor) -> Tensor:
             f"training_step returned a loss of shape {tuple(loss.shape)}; a loss is one number. "
             "Reduce it, e.g. `loss.mean()`, or `loss.sum()` where the batch size must not matter."
         )
-    return loss.reshape(())
