@@ -45,9 +45,7 @@ class EagerStep:
             else None
         )
         self._parameters = plain_parameters(self._optimizer, module)
-        self._clips = overrides(module, "configure_gradient_clipping", LightningModule) or bool(
-            trainer.gradient_clip_val
-        )
+        self._clips_its_own_way = overrides(module, "configure_gradient_clipping", LightningModule)
         self._returns_output = "on_train_batch_end" not in hooks.nobody
         self._ran = False
         self._batch: Any = None
@@ -94,7 +92,7 @@ class EagerStep:
         self._forward_backward()
         self._optimization.correct_gradients(self._optimizer, self._batch_idx)
         self._hooks("on_before_optimizer_step", self._optimizer)
-        if self._clips:
+        if self._clips_its_own_way or self._trainer.gradient_clip_val:
             self._hooks.run_as(
                 "configure_gradient_clipping",
                 self._module.configure_gradient_clipping,
