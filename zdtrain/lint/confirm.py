@@ -26,10 +26,8 @@ def checked_lines(path: Path) -> dict[str, set[int]]:
             if finding["file"]:
                 lines.setdefault(os.path.realpath(finding["file"]), set()).add(finding["line"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        message = (
-            f"--with-check {path}: not a report of `zdtrain check --format json` ({type(error).__name__}: {error})"
-        )
-        raise ConfigError(message) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"--with-check {path}: not a report of `zdtrain check --format json` ({reason})") from error
     return lines
 
 

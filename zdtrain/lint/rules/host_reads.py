@@ -88,7 +88,7 @@ class NumberCast(Rule):
     functions = ("float", "int", "bool", "complex", "round")
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
-        if node.args and k.is_device_value(flow.kind(node.args[0])):
+        if node.args and k.is_device_tensor(flow.kind(node.args[0])):
             flow.report(self, node, f"`{name}({short(node.args[0])})` reads the tensor back; keep it a tensor")
 
 
@@ -184,7 +184,7 @@ class NumpyRead(Rule):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
             return
         name = flow.dotted(node.func)
-        if name.startswith("numpy.") and k.is_device_value(flow.kind(node.args[0])):
+        if name.startswith("numpy.") and k.is_device_tensor(flow.kind(node.args[0])):
             flow.report(self, node, f"`{short(node.func)}` reads `{short(node.args[0])}` back; use the torch function")
 
 
@@ -299,7 +299,7 @@ class FormattedTensor(Rule):
 
     def check_format(self, node: ast.expr, flow: Walk) -> None:
         inner = node.value if isinstance(node, ast.Starred) else node
-        if k.is_device_value(flow.kind(node)) or (node is not inner and k.is_device_tensor(flow.kind(inner))):
+        if k.is_device_tensor(flow.kind(inner)):
             flow.report(self, node, f"formatting `{short(inner)}` reads it back; log the tensor")
 
 
@@ -341,7 +341,7 @@ class PrintedTensor(Rule):
             return
         for argument in node.args:
             inner = argument.value if isinstance(argument, ast.Starred) else argument
-            if k.is_device_value(flow.kind(inner)):
+            if k.is_device_tensor(flow.kind(inner)):
                 flow.report(
                     self, argument, f"`{name.rpartition('.')[2]}` of `{short(inner)}` reads it back; log the tensor"
                 )

@@ -1,0 +1,18 @@
+"""docs/rules holds exactly what the rules say."""
+
+from pathlib import Path
+
+from zdtrain.lint.pages import main, pages
+
+DOCS = Path(__file__).parents[2] / "docs" / "rules"
+
+
+def test_the_pages_in_docs_are_those_of_the_rules() -> None:
+    written = {path.name: path.read_text(encoding="utf-8") for path in DOCS.glob("*.md")}
+    assert written == pages(), "run: python -m zdtrain.lint.pages docs/rules"
+
+
+def test_writing_pages_removes_those_of_rules_that_are_gone(tmp_path: Path) -> None:
+    (tmp_path / "ZD999.md").write_text("old")
+    main(str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == set(pages())
