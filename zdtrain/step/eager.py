@@ -36,7 +36,8 @@ class EagerStep:
         self._hooks = hooks
         self._optimization: WindowedOptimization = epoch_loop.automatic_optimization  # type: ignore[assignment]
         self._progress = self._optimization.optim_progress.optimizer
-        self._optimizer: Optimizer = trainer.strategy._optimizers[0]
+        self._strategy = trainer.strategy
+        self._use(self._strategy._optimizers[0])
         self._takes_batch_idx = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._forward_context = forward_context(trainer.precision_plugin)
         self._log = (
@@ -44,7 +45,6 @@ class EagerStep:
             if can_replace_log(module)
             else None
         )
-        self._parameters = plain_parameters(self._optimizer, module)
         self._clips_its_own_way = overrides(module, "configure_gradient_clipping", LightningModule)
         self._returns_output = "on_train_batch_end" not in hooks.nobody
         self._ran = False
@@ -61,6 +61,8 @@ class EagerStep:
         """
         self._batch, self._batch_idx = batch, batch_idx
         self._ran = False
+        if self._strategy._optimizers[0] is not self._optimizer:  # a callback may replace it
+            self._use(self._strategy._optimizers[0])
         if accumulate:
             self._forward_backward()
         else:
@@ -84,6 +86,12 @@ class EagerStep:
         if output is not None:
             outputs.update((key, value) for key, value in output.items() if key != "loss")
         return outputs
+
+    def _use(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._zeroes_its_own_way = overrides(optimizer, "zero_grad", Optimizer) or overrides(
+            self._module, "optimizer_zero_grad", LightningModule
+        )
 
     def _closure(self) -> Tensor | None:
         if not torch.is_grad_enabled():  # some optimizers step under no_grad
@@ -159,9 +167,10 @@ class EagerStep:
         progress.increment_ready()
         self._hooks("on_before_zero_grad", self._optimizer)
         progress.increment_started()
-        if self._parameters is not None:
-            for parameter in self._parameters:
-                parameter.grad = None
+        if not self._zeroes_its_own_way:
+            for group in self._optimizer.param_groups:  # they may grow while training
+                for parameter in group["params"]:
+                    parameter.grad = None
         else:
             self._hooks.run_as(
                 "optimizer_zero_grad",
@@ -180,13 +189,6 @@ def forward_context(precision: Precision) -> Callable[[], AbstractContextManager
         and type(precision).forward_context is Precision.forward_context
     )
     return None if plain else precision.train_step_context
-
-
-def plain_parameters(optimizer: Optimizer, module: LightningModule) -> list[torch.nn.Parameter] | None:
-    """Return the parameters whose gradients zeroing drops; None where zeroing is somebody's own."""
-    if overrides(optimizer, "zero_grad", Optimizer) or overrides(module, "optimizer_zero_grad", LightningModule):
-        return None
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def require_one_element(loss: Tensor) -> None:
