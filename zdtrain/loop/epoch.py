@@ -53,7 +53,7 @@ class EpochLoop(_TrainingEpochLoop):
             StopIteration: The batches are used up, or the module ended the epoch by returning -1.
         """
         plan = self.plan
-        if plan is None or self.restarting or plan.hooks.n_callbacks != len(self.trainer.callbacks):
+        if plan is None or self.restarting:
             super().advance(data_fetcher)
             return
         self.val_loop.restarting = False

@@ -36,20 +36,27 @@ class Hooks:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        module = trainer.lightning_module
+        self._trainer = trainer
+        self._module = module = trainer.lightning_module
         self._attributes = module.__dict__  # `_current_fx_name` is written past nn.Module's `__setattr__`
-        self.n_callbacks = len(trainer.callbacks)  # type: ignore[attr-defined]
-        self._calls: dict[str, list[Callable[..., Any]]] = {}
         self._own: dict[str, Callable[..., Any] | None] = {}
         for name in STEP_HOOKS:
-            calls = [callback_hook(callback, name) for callback in trainer.callbacks]  # type: ignore[attr-defined]
-            self._calls[name] = [partial(call, trainer, module) for call in calls if call is not None]
             own = getattr(module, name)
             self._own[name] = own if overrides(module, name, LightningModule) and callable(own) else None
+        self._resolve_callbacks()
+
+    def _resolve_callbacks(self) -> None:
+        self._callbacks: list[Callback] = list(self._trainer.callbacks)  # type: ignore[attr-defined]
+        self._calls: dict[str, list[Callable[..., Any]]] = {}
+        for name in STEP_HOOKS:
+            calls = [callback_hook(callback, name) for callback in self._callbacks]
+            self._calls[name] = [partial(call, self._trainer, self._module) for call in calls if call is not None]
         self.nobody = frozenset(n for n in STEP_HOOKS if not self._calls[n] and self._own[n] is None)
 
     def __call__(self, name: str, *args: Any) -> Any:
         """Call hook `name` of everybody who overrides it; return what the module's own returned."""
+        if self._trainer.callbacks != self._callbacks:  # type: ignore[attr-defined]
+            self._resolve_callbacks()  # a callback may bring another one
         if name in self.nobody:
             return None
         attributes = self._attributes

@@ -46,7 +46,6 @@ class EagerStep:
             else None
         )
         self._clips_its_own_way = overrides(module, "configure_gradient_clipping", LightningModule)
-        self._returns_output = "on_train_batch_end" not in hooks.nobody
         self._ran = False
         self._batch: Any = None
         self._batch_idx = 0
@@ -80,7 +79,7 @@ class EagerStep:
             )
         output, loss = self._output, self._loss
         self._batch = self._output = self._loss = None
-        if loss is None or not self._returns_output:
+        if loss is None or "on_train_batch_end" in self._hooks.nobody:
             return {}
         outputs = {"loss": loss}
         if output is not None:
@@ -122,7 +121,7 @@ class EagerStep:
             )
             return
         # a copy: what `on_train_batch_end` keeps must not change with the loss
-        self._loss = loss.detach().clone() if self._returns_output else loss.detach()
+        self._loss = loss.detach() if "on_train_batch_end" in self._hooks.nobody else loss.detach().clone()
         self._hooks("on_before_backward", loss)
         self._hooks.run_as("backward", self._module.backward, loss)
         self._hooks("on_after_backward")
