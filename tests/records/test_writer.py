@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 
@@ -88,11 +89,11 @@ def test_two_recorders_cannot_write_one_folder(tmp_path):
 
 def test_an_unwritable_folder_warns_once_and_training_goes_on(tmp_path):
     writer = RunWriter(tmp_path / "missing", chunk_rows=1)
-    with pytest.warns(RecordWarning, match=r"cannot write the run folder .*missing.*Training goes on") as warned:
-        for step in range(5):
-            writer.add(record(step, m=0.0))
+    with pytest.warns(RecordWarning, match=r"cannot write the run folder .*missing.*Training goes on"):
+        writer.event("start")
+    with warnings.catch_warnings(action="error"):
+        writer.add(record(0, m=0.0))
         writer.close("finished")
-    assert len(warned) == 1
 
 
 def test_an_unwritable_folder_stops_training_when_asked(tmp_path):
@@ -105,9 +106,9 @@ def test_an_unwritable_folder_stops_training_when_asked(tmp_path):
 def test_a_full_disk_warns_once(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     writer = RunWriter(tmp_path, chunk_rows=2)
+    writer.add(record(0, m=0.0))
     with pytest.warns(RecordWarning, match="No space left on device"):
-        for step in range(8):
-            writer.add(record(step, m=0.0))
+        writer.add(record(1, m=0.0))
 
 
 KILLED = """

@@ -129,7 +129,7 @@ class TrainingCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (MisconfigurationException, TypeError, ValueError) as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError(str(_innermost(error))) from error
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
@@ -152,6 +152,13 @@ class TrainingCLI(LightningCLI):
         for name, value in sorted(self.trainer.callback_metrics.items()):
             print(f"{name} {float(value):.6g}")
         print_run_folder(find_recorder(self.trainer.loggers))
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The error that started it: jsonargparse wraps what a constructor raises in a description of types."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def print_run_folder(recorder: RunRecorder | None) -> None:

@@ -1,0 +1,227 @@
+import csv
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from zdtrain import Trainer
+from zdtrain.records import RecordError, RecordWarning, RunRecorder, find_runs, load_run
+
+QUIET = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "log_every_n_steps": 1,
+}
+VALUES = [1.0, float("nan"), float("inf"), 2.0]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),
+    pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
+]
+
+
+class Net(pl.LightningModule):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        self.log("m", torch.tensor(VALUES[batch_idx % 4]))
+        loss = self.layer(batch).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.layer(batch).square().mean())
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+def data(size=4):
+    return DataLoader(torch.arange(1.0, size + 1).view(-1, 1) / size)
+
+
+def strict_documents(folder):
+    for path in sorted(folder.rglob("*.json*")):
+        lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+        yield from (json.loads(line, parse_constant=pytest.fail) for line in lines)
+
+
+def test_records_true_writes_one_row_per_step_in_strict_json(tmp_path):
+    trainer = Trainer(max_epochs=2, records=True, default_root_dir=tmp_path, **QUIET)
+    trainer.fit(Net(), data(), data())
+    (folder,) = find_runs(tmp_path / "runs")
+    assert list(strict_documents(folder))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == list(range(8))
+    assert [row["values"]["m"] for row in rows] == [1.0, "NaN", "Infinity", 2.0] * 2
+    assert [row["epoch"] for row in rows] == [0] * 4 + [1] * 4
+
+
+def test_every_step_is_recorded_whatever_log_every_n_steps_says(tmp_path):
+    trainer = Trainer(max_epochs=2, records=True, default_root_dir=tmp_path, **QUIET | {"log_every_n_steps": 50})
+    trainer.fit(Net(), data(), data())
+    run = load_run(trainer.recorder.folder)
+    assert run.steps == list(range(8))
+    assert None not in run.metrics["loss_step"]
+    assert run.summary["num_steps"] == 8
+
+
+def test_without_records_a_trainer_writes_what_stock_writes(tmp_path):
+    for make, place in ((Trainer, tmp_path / "ours"), (pl.Trainer, tmp_path / "stock")):
+        make(max_epochs=1, default_root_dir=place, logger=CSVLogger(place), **QUIET).fit(Net(), data())
+    ours, stock = ({p.relative_to(r) for p in r.rglob("*")} for r in (tmp_path / "ours", tmp_path / "stock"))
+    assert ours == stock
+
+
+@pytest.mark.parametrize("make", [Trainer, pl.Trainer])
+def test_values_equal_those_of_the_csv_logger(tmp_path, make):
+    recorder, logger = RunRecorder(tmp_path / "runs"), CSVLogger(tmp_path)
+    loggers = {"records": recorder, "logger": logger} if make is Trainer else {"logger": [logger, recorder]}
+    make(max_epochs=3, callbacks=[LearningRateMonitor()], **loggers, **QUIET).fit(Net(), data(), data())
+    merged = {}
+    for row in csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines()):
+        merged.setdefault(int(row["step"]), {}).update({k: float(v) for k, v in row.items() if v and k != "step"})
+    run = load_run(recorder.folder)
+    assert set(run.steps) == set(merged)
+    for index, step in enumerate(run.steps):
+        recorded = {name: column[index] for name, column in run.metrics.items() if column[index] is not None}
+        expected = {name: value for name, value in merged[step].items() if name != "epoch"}
+        assert {k: repr(v) for k, v in recorded.items()} == {k: repr(v) for k, v in expected.items()}
+
+
+def test_recorder_composes_with_other_loggers_without_taking_their_place(tmp_path):
+    logger = CSVLogger(tmp_path)
+    trainer = Trainer(max_epochs=1, logger=logger, records=True, default_root_dir=tmp_path, **QUIET)
+    assert trainer.logger is logger
+    trainer.fit(Net(), data())
+    assert len(list(tmp_path.rglob("metrics.csv"))) == 1
+
+
+def test_checkpoints_lie_in_the_run_folder_with_their_hyperparameters(tmp_path):
+    best = ModelCheckpoint(monitor="val", save_top_k=2)
+    trainer = Trainer(
+        max_epochs=4, logger=CSVLogger(tmp_path), records=True, default_root_dir=tmp_path, callbacks=[best], **QUIET
+    )
+    trainer.fit(Net(lr=0.05), data(), data())
+    folder = trainer.recorder.folder / "checkpoints"
+    checkpoints = sorted(folder.glob("*.ckpt"))
+    assert len(checkpoints) == 2
+    assert [path.with_suffix(".json") for path in checkpoints] == sorted(folder.glob("*.json"))
+    note = json.loads(checkpoints[-1].with_suffix(".json").read_text())
+    assert note["hparams"]["lr"] == 0.05
+    assert note["hparams"]["optimizers"][0]["class"] == "torch.optim.sgd.SGD"
+    assert note["monitor"] == "val"
+    assert note["value"] == pytest.approx(float(best.current_score))
+
+
+def test_environment_says_where_the_run_ran(tmp_path):
+    trainer = Trainer(max_epochs=1, records=True, default_root_dir=tmp_path, **QUIET)
+    trainer.fit(Net(), data())
+    environment = load_run(trainer.recorder.folder).environment
+    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["device"] == "cpu"
+    assert environment["command"] == sys.argv
+
+
+def test_a_run_folder_is_continued_from_its_checkpoint(tmp_path):
+    first = Trainer(max_epochs=2, records=True, default_root_dir=tmp_path, **QUIET)
+    first.fit(Net(), data(), data())
+    (checkpoint,) = (first.recorder.folder / "checkpoints").glob("*.ckpt")
+    second = Trainer(max_epochs=3, records=first.recorder.folder, default_root_dir=tmp_path, **QUIET)
+    second.fit(Net(), data(), data(), ckpt_path=checkpoint)
+    assert second.recorder.folder == first.recorder.folder
+    run = load_run(second.recorder.folder)
+    assert run.steps == list(range(12))
+    assert [event["kind"] for event in run.events if event["kind"] == "continued"] == ["continued"]
+
+
+def test_an_exception_is_recorded_with_its_traceback_and_no_row_is_lost(tmp_path):
+    class Failing(Net):
+        def training_step(self, batch, batch_idx):
+            if self.global_step == 6:
+                raise RuntimeError("boom")
+            return super().training_step(batch, batch_idx)
+
+    trainer = Trainer(max_epochs=2, records=True, default_root_dir=tmp_path, **QUIET)
+    with pytest.raises(RuntimeError, match="boom") as caught:
+        trainer.fit(Failing(), data())
+    run = load_run(trainer.recorder.folder)
+    assert run.summary["status"] == "failed"
+    assert run.steps == list(range(6))
+    (event,) = [event for event in run.events if event["kind"] == "exception"]
+    assert "raise RuntimeError" in event["traceback"]
+    assert any("events.jsonl" in note for note in caught.value.__notes__)
+
+
+def test_test_results_join_the_run_that_was_trained(tmp_path):
+    trainer = Trainer(max_epochs=1, records=True, default_root_dir=tmp_path, **QUIET)
+    trainer.fit(Net(), data(), data())
+    trainer.test(dataloaders=data(), ckpt_path=None, model=trainer.lightning_module, verbose=False)
+    run = load_run(trainer.recorder.folder)
+    assert run.series("val")[0] == [3, 4]
+    assert len(find_runs(tmp_path / "runs")) == 1
+
+
+def test_an_unwritable_root_lets_training_go_on_or_stops_it(tmp_path):
+    (tmp_path / "file").write_text("")
+    root = tmp_path / "file" / "runs"
+    with pytest.warns(RecordWarning, match=r"cannot make a run folder in .*Training goes on"):
+        Trainer(max_epochs=1, records=root, default_root_dir=tmp_path, **QUIET).fit(Net(), data())
+    with pytest.raises(RecordError, match=r"cannot make a run folder in .*records=PATH"):
+        Trainer(max_epochs=1, records=RunRecorder(root, on_error="raise"), **QUIET).fit(Net(), data())
+
+
+def test_continuing_a_folder_that_holds_no_run_is_refused(tmp_path):
+    with pytest.raises(RecordError, match="is not a run folder"):
+        RunRecorder(folder=tmp_path)
+
+
+def test_two_processes_of_one_run_share_one_folder(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import sys
+            import torch, lightning.pytorch as pl
+            from lightning.pytorch.demos.boring_classes import BoringModel
+            from zdtrain import Trainer
+            class Net(BoringModel):
+                def training_step(self, batch, batch_idx):
+                    loss = super().training_step(batch, batch_idx)["loss"]
+                    self.log("loss", loss, sync_dist=True)
+                    return loss
+            trainer = Trainer(max_epochs=1, records=True, accelerator="cpu", devices=2, strategy="ddp",
+                              limit_train_batches=4, limit_val_batches=1, default_root_dir=sys.argv[1],
+                              enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1)
+            trainer.fit(Net())
+            open(f"{sys.argv[1]}/rank{trainer.global_rank}", "w").write(str(trainer.recorder.folder))
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=110, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = find_runs(tmp_path / "runs")
+    assert {(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)} == {str(folder)}
+    run = load_run(folder)
+    assert run.environment["num_processes"] == 2
+    assert run.steps == list(range(4))
+    assert len(list((folder / "checkpoints").glob("*.ckpt"))) == 1
