@@ -12,10 +12,10 @@ from zdtrain.device import runtime_for
 from zdtrain.drain import Drain
 from zdtrain.loop.connector import LoggerConnector
 from zdtrain.loop.epoch import EpochLoop
-from zdtrain.loop.results import StepResults
 from zdtrain.loop.rows import StepRows
 from zdtrain.loop.stop import CanTakeBackStop, LatchedStop, StopRequests
 from zdtrain.records.recorder import RunRecorder, attach_recorder, recorder_for
+from zdtrain.step.results import StepResults
 
 
 class Trainer(CanTakeBackStop, LightningTrainer):

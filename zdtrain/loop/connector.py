@@ -9,8 +9,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _METRIC
 from torch import Tensor
 
 from zdtrain.drain import Drain, Value
-from zdtrain.loop.results import StepResults
 from zdtrain.loop.rows import StepRows
+from zdtrain.step.results import StepResults
 
 
 class LoggerConnector(_LoggerConnector):

@@ -9,9 +9,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from zdtrain.errors import FallbackReason
 from zdtrain.loop.connector import LoggerConnector
-from zdtrain.loop.optimization import WindowedOptimization
 from zdtrain.loop.plan import StepPlan, reasons_for_stock
-from zdtrain.loop.results import StepResults
+from zdtrain.step.optimization import WindowedOptimization
+from zdtrain.step.results import StepResults
 
 
 class EpochLoop(_TrainingEpochLoop):

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 from torch import Tensor
 
-from zdtrain.loop.hooks import overrides
+from zdtrain.step.hooks import overrides
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 

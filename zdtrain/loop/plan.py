@@ -11,9 +11,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from zdtrain.errors import FallbackReason
 from zdtrain.loop.feed import Feed
-from zdtrain.loop.hooks import Hooks, overrides
-from zdtrain.loop.optimization import WindowedOptimization
 from zdtrain.step.eager import EagerStep
+from zdtrain.step.hooks import Hooks, overrides
+from zdtrain.step.optimization import WindowedOptimization
 
 # Methods that the short path does not call: whoever replaces one of them gets stock Lightning's loop.
 _STRATEGY = (

@@ -5,8 +5,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 
 from zdtrain.consumers.steps import RowLayout, Stamp, StepStream
-from zdtrain.loop.results import MetricSlot, StepResults
 from zdtrain.slots import SlotBank
+from zdtrain.step.results import MetricSlot, StepResults
 
 
 class StepRows:

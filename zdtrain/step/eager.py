@@ -5,18 +5,18 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.plugins.precision import Precision
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zdtrain.errors import LossShapeError
-from zdtrain.loop.hooks import Hooks, overrides
-from zdtrain.loop.log import StepLog, can_replace_log
-from zdtrain.loop.optimization import WindowedOptimization
+from zdtrain.step.hooks import Hooks, overrides
+from zdtrain.step.log import StepLog, can_replace_log
+from zdtrain.step.optimization import WindowedOptimization
 
 
 class EagerStep:

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 
-from zdtrain.loop.results import MetricSlot, StepResults
+from zdtrain.step.results import MetricSlot, StepResults
 
 
 class StepLog:
