@@ -1,16 +1,17 @@
 """From what was observed over the steps to findings and verdicts."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 from zdtrain.check import state
+from zdtrain.check.definitions import method_location
 from zdtrain.check.findings import Finding, make_finding
 from zdtrain.check.observe import ObservedTrainer, Observer, Step
 from zdtrain.check.optimizers import is_never_capturable
 from zdtrain.check.report import CheckReport, StageReport, in_order, judge
-from zdtrain.check.source import Location, method_location
+from zdtrain.check.source import Location
 from zdtrain.check.trace import Difference, Operation, compare
 
 _OPTIMIZERS = ("torch.optim.", "zdtrain.optim.")
@@ -143,7 +144,9 @@ def _stage_report(name: str, observer: Observer, findings: list[Finding]) -> Sta
 
 def _recorded(observer: Observer, configure: Location) -> list[Finding]:
     """The notes taken while the steps ran; what an optimizer did on its own is laid at the line that made it."""
-    num_steps = {stage: len([step for step in observer.steps if step.stage == stage]) for stage in ("train", "validation")}
+    num_steps = {
+        stage: len([step for step in observer.steps if step.stage == stage]) for stage in ("train", "validation")
+    }
     found = observer.recorder.findings(_FIRST_STEP, num_steps)
     return [
         dataclasses.replace(finding, file=configure.file or None, line=configure.line or None)
@@ -186,5 +189,3 @@ def analyse(
         shapes=tuple(training[-1].operations) if keep_shapes and training else (),
         skipped_callbacks=skipped_callbacks,
     )
-
-

@@ -1,6 +1,7 @@
 """The functions that people call."""
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch.optim import Optimizer
 
 from zdtrain.check.driver import Plan, run
 from zdtrain.check.formats import render_text
-from zdtrain.check.report import CheckReport
+from zdtrain.check.hardware import compare_with_gpu, gpu_name
+from zdtrain.check.report import CheckReport, in_order
 from zdtrain.errors import ConfigError
 
 Step = Callable[[nn.Module, Any], torch.Tensor]
@@ -140,6 +142,43 @@ def check_step(
             shapes=shapes,
         )
     )
+
+
+def check_configured(
+    module: LightningModule,
+    datamodule: LightningDataModule | None,
+    *,
+    num_steps: int,
+    num_validation_steps: int,
+    trainer_options: Mapping[str, Any],
+    shapes: bool,
+    on_gpu: bool,
+) -> CheckReport:
+    """Check a module together with its data, and on this machine's GPU too if asked to.
+
+    Args:
+        module: changed by the steps that are run.
+        datamodule: where batches come from; None if the module has loaders of its own.
+        num_steps: as for `check_step`.
+        num_validation_steps: as for `check_step`.
+        trainer_options: as for `check_step`.
+        shapes: as for `check_step`.
+        on_gpu: run on the GPU as well, and report where the two disagree.
+    """
+    on_hardware = _copied(module) if on_gpu else None
+    report = check_step(
+        module,
+        datamodule=datamodule,
+        num_steps=num_steps,
+        num_validation_steps=num_validation_steps,
+        trainer_options=trainer_options,
+        shapes=shapes,
+        copy_module=False,
+    )
+    if on_hardware is None:
+        return report
+    extra = compare_with_gpu(on_hardware, datamodule, report, trainer_options, num_steps)
+    return dataclasses.replace(report, findings=in_order([*report.findings, *extra]), device=gpu_name())
 
 
 def assert_no_host_reads(module: nn.Module, batch: Any = None, **options: Any) -> CheckReport:

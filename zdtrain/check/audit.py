@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zdtrain.check.definitions import attribute_location, class_location
 from zdtrain.check.findings import Finding, make_finding
-from zdtrain.check.source import Location, attribute_location, class_location
+from zdtrain.check.source import Location
 from zdtrain.check.state import is_library_class, user_attributes
 from zdtrain.check.tensor import alias_on_host, is_shadow
 
@@ -116,7 +117,7 @@ class GradientWatch:
             if gradient is None or gradient.layout != torch.strided or (log.nonzero and not log.finite):
                 log.nonzero = True
                 return
-            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # type: ignore[no-untyped-call]
+            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
                 total = float(torch.linalg.vector_norm(alias_on_host(gradient), ord=1))
             log.nonzero = log.nonzero or total != 0
             log.finite = log.finite and total - total == 0

@@ -38,7 +38,7 @@ class DispatchMode(TorchDispatchMode):
     """
 
     def __init__(self, recorder: Recorder, functions: FunctionMode) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self.functions = functions
         self.operations: list[Operation] = []
@@ -67,7 +67,7 @@ class DispatchMode(TorchDispatchMode):
             return func(*args, **kwargs)
         leaves = flatten((*args, *kwargs.values()) if kwargs else args)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        shadows = [tensor for tensor in tensors if isinstance(tensor, ShadowTensor)]
+        shadows: list[torch.Tensor] = [tensor for tensor in tensors if isinstance(tensor, ShadowTensor)]
         in_backward = torch._C._current_autograd_node() is not None
         on_device, kwargs = self._place(func, args, kwargs, bool(shadows), in_backward)
         if self.recorder.is_listening:
@@ -212,15 +212,11 @@ class DispatchMode(TorchDispatchMode):
         results = [result] if isinstance(result, torch.Tensor) else flatten((result,))
         if func is aten._pack_padded_sequence.default:
             results = results[:1]  # batch_sizes lives on the host by design
-        made = []
-        for tensor in results:
-            if type(tensor) is torch.Tensor and not any(tensor is given for given in tensors):
-                made.append(to_shadow(tensor))
-        return made
+        given = {id(tensor) for tensor in tensors}
+        new = [tensor for tensor in results if type(tensor) is torch.Tensor and id(tensor) not in given]
+        return [to_shadow(tensor) for tensor in new]
 
-    def _remember(
-        self, name: str, leaves: list[Any], result: Any, made: list[torch.Tensor], in_backward: bool
-    ) -> None:
+    def _remember(self, name: str, leaves: list[Any], result: Any, made: list[torch.Tensor], in_backward: bool) -> None:
         location = self.recorder.locate()
         results = [leaf for leaf in flatten((result,)) if isinstance(leaf, torch.Tensor)]
         context = Context(location, self.recorder.hook(), self.module_path(), in_backward)

@@ -28,7 +28,7 @@ from zdtrain.check.source import frame_kind
 _SERVED_CALLBACKS = (Checkpoint, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar)
 """These read values that have already arrived under zdtrain's Trainer, or write files that a check must not write."""
 
-_FIXED_OPTIONS: dict[str, Any] = {
+FIXED_OPTIONS: dict[str, Any] = {
     "accelerator": "gpu",
     "devices": 1,
     "num_nodes": 1,
@@ -69,7 +69,7 @@ class Plan:
     """Training steps; at least 3: the first one fills caches, two more are compared."""
     num_validation_steps: int = 3
     trainer_options: Mapping[str, Any]
-    """Options for the Trainer; those in `_FIXED_OPTIONS` are overruled."""
+    """Options for the Trainer; those in `FIXED_OPTIONS` are overruled."""
     shapes: bool = False
     """Whether to keep the table of intermediate tensors."""
 
@@ -123,13 +123,13 @@ def _split_callbacks(options: Mapping[str, Any]) -> tuple[list[Callback], tuple[
 
 
 def _make_trainer(plan: Plan, observer: Observer, callbacks: list[Callback]) -> ObservedTrainer:
-    options = {**plan.trainer_options, **_FIXED_OPTIONS}
+    options = {**plan.trainer_options, **FIXED_OPTIONS}
     accumulate = options.get("accumulate_grad_batches") or 1
     trainer = ObservedTrainer(
         **{
             **options,
             "callbacks": [observer, *callbacks],
-            "logger": DummyLogger(),  # type: ignore[no-untyped-call]
+            "logger": DummyLogger(),
             "limit_train_batches": plan.num_steps * accumulate,
             "limit_val_batches": plan.num_validation_steps,
         }
@@ -188,5 +188,3 @@ def run(plan: Plan) -> CheckReport:
                 keep_shapes=plan.shapes,
                 skipped_callbacks=skipped,
             )
-
-

@@ -20,7 +20,7 @@ class Code:
     remedy: str
     """What to write instead."""
     severity: Severity = "error"
-    """``error``: the GPU waits or a capture fails or goes wrong; ``warning``: likely a mistake; ``note``: good to know."""
+    """``error``: the GPU waits, or a capture fails; ``warning``: likely a mistake; ``note``: good to know."""
     reads: bool = False
     """Whether each occurrence makes the host wait for the device."""
     blocks: bool = False
@@ -78,7 +78,7 @@ _ALL = (
     Code(
         name="copy-to-device",
         title="the step copies host memory to the device",
-        remedy="create the tensor on the device (torch.full(..., device=...)), register a buffer, or put it in the batch",
+        remedy="create it on the device (torch.full(..., device=...)), register a buffer, or put it in the batch",
         reads=True,
         blocks=True,
     ),

@@ -90,7 +90,9 @@ def render_json(report: CheckReport) -> str:
     shapes = [
         {
             "operation": operation.name,
-            "results": [{"shape": info.shape, "dtype": str(info.dtype).removeprefix("torch."), "device": info.device} for info in operation.results],
+            "results": [
+                {"shape": info.shape, "dtype": info.dtype_name, "device": info.device} for info in operation.results
+            ],
             "module": operation.context.module,
             "hook": operation.context.hook,
             "backward": operation.context.in_backward,

@@ -30,6 +30,12 @@ def _asked_device(kwargs: dict[str, Any]) -> torch.device | None:
     return torch.device(device) if isinstance(device, str | int) else device
 
 
+def metadata(node: Any) -> dict[str, Any]:
+    """The dictionary that travels with an autograd node."""
+    held: dict[str, Any] = node.metadata
+    return held
+
+
 def _backward(
     tensor: torch.Tensor,
     gradient: torch.Tensor | None = None,
@@ -97,10 +103,10 @@ class FunctionMode(TorchFunctionMode):
         location: Location | None = None
         while pending:
             node = pending.pop()
-            if node is None or node.name() == "torch::autograd::AccumulateGrad" or "zd_location" in node.metadata:
+            if node is None or node.name() == "torch::autograd::AccumulateGrad" or "zd_location" in metadata(node):
                 continue
             location = location or self.recorder.locate()
-            node.metadata["zd_location"] = location
+            metadata(node)["zd_location"] = location
             pending += [parent for parent, _ in node.next_functions]
 
     def _set_data(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -49,9 +49,11 @@ def _tensors(recorder: Recorder) -> Iterator[Replacement]:
         tensor._zd_pinned = True  # type: ignore[attr-defined]
         return tensor
 
-    class Generator(torch.Generator):
-        def __new__(cls, device: Any = "cpu") -> "Generator":
-            return torch.Generator.__new__(cls)
+    true_generator = torch.Generator
+
+    class Generator(true_generator):  # type: ignore[valid-type, misc]
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return true_generator.__new__(cls)
 
     yield nn.Parameter, "__new__", staticmethod(parameter)
     yield torch.Tensor, "pin_memory", pin_memory
@@ -109,14 +111,16 @@ def _host_calls(recorder: Recorder) -> Iterator[Replacement]:
 @contextlib.contextmanager
 def _foreach_types() -> Iterator[None]:
     """Let torch's optimizers take their multi-tensor path for shadow tensors."""
-    lists = {id(types): types for types in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)}
-    for types in lists.values():
-        types.extend((ShadowTensor, ShadowParameter))
+    shadow_types: list[type] = [ShadowTensor, ShadowParameter]
+    lists: list[list[Any]] = [torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types]
+    before = [list(types) for types in lists]  # the two may be one list
+    for types, original in zip(lists, before, strict=True):
+        types[:] = [*original, *shadow_types]
     try:
         yield
     finally:
-        for types in lists.values():
-            types[:] = [kind for kind in types if kind not in (ShadowTensor, ShadowParameter)]
+        for types, original in zip(lists, before, strict=True):
+            types[:] = original
 
 
 @contextlib.contextmanager

@@ -96,5 +96,3 @@ class ShadowDevice:
     def findings(self) -> list[Finding]:
         """What was found."""
         return self.recorder.findings()
-
-

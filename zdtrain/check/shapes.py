@@ -31,6 +31,7 @@ class ModulePath:
             handle.remove()
 
     def __call__(self) -> str:
+        """The dotted path of the innermost module whose forward runs."""
         return self._stack[-1] if self._stack else ""
 
     def name_modules(self, root: nn.Module) -> None:
@@ -53,7 +54,7 @@ def _rows(operations: tuple[Operation, ...]) -> Iterator[tuple[str, ...]]:
         for info in operation.results:
             shape = "×".join(map(str, info.shape)) or "scalar"
             name = operation.name.removeprefix("aten.").removesuffix(".default")
-            yield name, shape, str(info.dtype).removeprefix("torch."), info.device, context.module, direction, line
+            yield name, shape, info.dtype_name, info.device, context.module, direction, line
 
 
 def shapes_table(operations: tuple[Operation, ...]) -> str:

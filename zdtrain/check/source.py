@@ -1,15 +1,11 @@
 """Which line of the user's source is responsible for what runs now."""
 
-import ast
 import functools
 import importlib.util
-import inspect
 import linecache
 import os
-import re
 import sys
 import sysconfig
-import textwrap
 from types import CodeType, FrameType
 from typing import Any, Literal, NamedTuple
 
@@ -77,7 +73,7 @@ def _library_folders() -> tuple[str, ...]:
     return tuple(folders)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def frame_kind(filename: str) -> FrameKind:
     """Whose code a file holds."""
     if filename.startswith("<") and filename != "<stdin>":
@@ -92,7 +88,7 @@ def frame_kind(filename: str) -> FrameKind:
     return "skip" if path.startswith(_STDLIB) else "user"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _is_api(filename: str) -> bool:
     return filename.endswith(_API_FILES) or _DYNAMO in filename
 
@@ -152,107 +148,3 @@ def expression(frame: FrameType | None) -> str:
     encoded[0] = encoded[0][start:]
     text = " ".join(b"".join(encoded).decode(errors="replace").split())
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-class _AttributeUses(ast.NodeVisitor):
-    """Lines that bind ``self.<name>`` or call a method of it."""
-
-    _MUTATORS = frozenset({"append", "extend", "add", "update", "insert", "appendleft", "pop", "clear", "setdefault"})
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.lines: list[tuple[bool, int]] = []  # (inside __init__, line)
-        self._in_init = False
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        before, self._in_init = self._in_init, node.name == "__init__"
-        self.generic_visit(node)
-        self._in_init = before
-
-    def _is_attribute(self, node: ast.AST) -> bool:
-        while isinstance(node, ast.Subscript):
-            node = node.value
-        if not isinstance(node, ast.Attribute):
-            return False
-        return node.attr == self.name or self._is_attribute(node.value)
-
-    def _targets(self, node: ast.AST) -> list[ast.AST]:
-        if isinstance(node, ast.Assign):
-            targets: list[ast.AST] = []
-            for target in node.targets:
-                targets += target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
-            return targets
-        return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
-
-    def generic_visit(self, node: ast.AST) -> None:
-        named = any(self._is_attribute(target) for target in self._targets(node))
-        if isinstance(node, ast.Call):
-            function = node.func
-            if isinstance(function, ast.Attribute) and function.attr in self._MUTATORS:
-                named = named or self._is_attribute(function.value)
-            literal = node.args[0] if node.args else None
-            named = named or (isinstance(literal, ast.Constant) and literal.value == self.name)
-        if named:
-            self.lines.append((self._in_init, getattr(node, "lineno", 0)))
-        super().generic_visit(node)
-
-
-def class_location(cls: type) -> Location:
-    """Where a class of the user is defined; `NOWHERE` if none of its bases is the user's."""
-    for base in cls.__mro__:
-        try:
-            file = inspect.getsourcefile(base)
-            _, line = inspect.getsourcelines(base)
-        except (TypeError, OSError):
-            continue
-        if file and frame_kind(file) in ("user", "third-party"):
-            return Location(file, line, base.__qualname__)
-    return NOWHERE
-
-
-@functools.lru_cache(maxsize=1024)
-def attribute_location(cls: type, name: str, *, outside_init: bool = False) -> Location:
-    """The line of a class that binds or changes ``self.<name>``.
-
-    Args:
-        cls: the class of the object; its bases are searched too.
-        name: the attribute.
-        outside_init: prefer a line outside ``__init__``.
-    """
-    for base in cls.__mro__:
-        try:
-            file = inspect.getsourcefile(base)
-            source, first = inspect.getsourcelines(base)
-        except (TypeError, OSError):
-            continue
-        if not file or frame_kind(file) not in ("user", "third-party"):
-            continue
-        uses = _AttributeUses(name)
-        uses.visit(ast.parse(textwrap.dedent("".join(source))))
-        ordered = sorted(uses.lines, key=lambda use: (use[0] if outside_init else not use[0], use[1]))
-        if ordered:
-            return Location(file, first + ordered[0][1] - 1, base.__qualname__)
-    return class_location(cls)
-
-
-def method_location(owner: object, name: str) -> Location:
-    """Where a method is defined."""
-    function = inspect.unwrap(getattr(owner, name))
-    code = getattr(function, "__code__", None)
-    if code is None or frame_kind(code.co_filename) not in ("user", "third-party"):
-        return class_location(type(owner))
-    return Location(code.co_filename, code.co_firstlineno, code.co_qualname)
-
-
-def line_matching(owner: object, name: str, patterns: tuple[str, ...]) -> Location:
-    """The first line of a method that matches the first pattern that matches at all; else the method itself."""
-    place = method_location(owner, name)
-    try:
-        lines, first = inspect.getsourcelines(inspect.unwrap(getattr(owner, name)))
-    except (TypeError, OSError):
-        return place
-    for pattern in patterns:
-        for offset, line in enumerate(lines):
-            if re.search(pattern, line):
-                return place._replace(line=first + offset)
-    return place

@@ -11,8 +11,9 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import Metric
 
+from zdtrain.check.definitions import attribute_location, class_location
 from zdtrain.check.dispatch import Born
-from zdtrain.check.source import Location, attribute_location, class_location
+from zdtrain.check.source import Location
 
 _DEPTH = 2
 _LIBRARIES = ("torch.", "lightning.", "torchmetrics.")

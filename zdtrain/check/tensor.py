@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._nn import _parse_to  # type: ignore[attr-defined]
+from torch._C._nn import _parse_to
 
 from zdtrain.check import recorder as recording
 
 DEVICE = torch.device("cuda", 0)
 HOST = torch.device("cpu")
 
-_true_device = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_true_device = torch.Tensor.device.__get__
 
 
 def _in_kernel() -> bool:
@@ -27,38 +27,46 @@ class ShadowTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    device = property(lambda self: _true_device(self) if _in_kernel() else DEVICE)  # type: ignore[assignment]
-    is_cuda = property(lambda self: not _in_kernel())  # type: ignore[assignment]
-    is_cpu = property(lambda self: _in_kernel())  # type: ignore[assignment]
+    device = property(lambda self: _true_device(self) if _in_kernel() else DEVICE)
+    is_cuda = property(lambda self: not _in_kernel())
+    is_cpu = property(lambda self: _in_kernel())
 
     def get_device(self) -> int:
+        """Index of the claimed device."""
         return 0
 
-    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Move or convert."""
         return move(self, args, kwargs)
 
     def cuda(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Stay where it is."""
         return self
 
     def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Copy to the host."""
         return move(self, (HOST,), {})
 
     def is_pinned(self, *args: Any) -> bool:
+        """Device memory is not pinned."""
         return False
 
     def new_tensor(  # type: ignore[override]
         self, data: Any, *, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False
     ) -> torch.Tensor:
+        """Make a tensor from host data."""
         if device is not None and torch.device(device).type != "cuda":
             return torch.tensor(data, dtype=dtype or self.dtype, requires_grad=requires_grad, device="cpu")
         recording.note("copy-to-device", "Tensor.new_tensor copies host data")
         return to_shadow(torch.tensor(data, dtype=dtype or self.dtype, device="cpu")).requires_grad_(requires_grad)
 
     def tolist(self) -> Any:
+        """Read all values."""
         recording.note("host-read", "Tensor.tolist()")
         return alias_on_host(self).tolist()
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """Read all values."""
         recording.note("host-read", "Tensor.numpy(), which raises TypeError on a GPU")
         return alias_on_host(self).numpy(*args, **kwargs)
 
@@ -123,7 +131,7 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def alias_on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor over the same memory, made without anyone noticing."""
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():  # type: ignore[no-untyped-call]
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
         alias = torch.Tensor.detach(tensor)
     alias.__class__ = torch.Tensor
     return alias

@@ -20,6 +20,11 @@ class TensorInfo(NamedTuple):
     dtype: torch.dtype
     device: str
 
+    @property
+    def dtype_name(self) -> str:
+        """E.g. ``"float32"``."""
+        return str(self.dtype).removeprefix("torch.")
+
 
 class Context(NamedTuple):
     """Where in the program an operation ran."""
@@ -96,9 +101,7 @@ def _key(operation: Operation) -> tuple[str, str, int, bool]:
     return operation.name, place.file, place.line, operation.context.in_backward
 
 
-def _aligned(
-    before: list[Operation], after: list[Operation]
-) -> Iterator[tuple[Operation | None, Operation | None]]:
+def _aligned(before: list[Operation], after: list[Operation]) -> Iterator[tuple[Operation | None, Operation | None]]:
     """Pairs of operations that correspond; None stands for an operation that the other step did not run."""
     old_keys, new_keys = [_key(operation) for operation in before], [_key(operation) for operation in after]
     if old_keys == new_keys:

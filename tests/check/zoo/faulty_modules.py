@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .case import CLASSES, Base, Case
+from .case import Base, Case
 
 FIXABLE = "capturable with changes"
 NOT = "not capturable"

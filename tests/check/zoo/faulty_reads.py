@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import torchmetrics
 from torch import nn
 
-from .case import CLASSES, Base, Case
+from .case import Base, Case
 
 FIXABLE = "capturable with changes"
 NOT = "not capturable"

@@ -116,7 +116,7 @@ class DrawsRandom(Base):
 
 class DrawsNumpy(Base):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return super().training_step(batch, batch_idx) * float(np.random.rand())  # noqa: NPY002 # fault
+        return super().training_step(batch, batch_idx) * float(np.random.rand())  # fault
 
 
 class DrawsTorchOnCpu(Base):
