@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 MIN_INTERVAL_SECONDS = 0.1  # Rich repaints at 10 Hz, tqdm's own default interval is the same
 
@@ -32,7 +33,8 @@ class Throttled:
         """Draw if it is time."""
         now = time.monotonic()
         if now >= self._due or trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-            self._call(trainer, module, outputs, batch, batch_idx)
+            with trainer._logger_connector.bar_may_lag():  # type: ignore[attr-defined]
+                self._call(trainer, module, outputs, batch, batch_idx)
             self._due = now + MIN_INTERVAL_SECONDS
 
 
@@ -44,5 +46,10 @@ def throttled(callback: Callback) -> Callable[..., Any]:
             stock = all(
                 name not in callback.__dict__ and getattr(type(callback), name) is _STOCK[bar, name] for name in names
             )
-            return Throttled(hook) if stock else hook
+            return Throttled(hook) if stock and draws_as_stock(callback) else hook
     return hook
+
+
+def draws_as_stock(bar: Callback) -> bool:
+    """Return whether a tqdm bar draws with Lightning's own tqdm and not with one put in its place."""
+    return not isinstance(bar, TQDMProgressBar) or type(bar._train_progress_bar) is Tqdm

@@ -1,5 +1,7 @@
 """Where logged values become visible: the dictionaries of the Trainer and, through the drain, the loggers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
@@ -31,6 +33,8 @@ class LoggerConnector(_LoggerConnector):
         self.__dict__.update(stock.__dict__)
         self.drain = drain
         self.rows: StepRows | None = None  # where every step's values go, if anybody wants them
+        self._bar_lags = False
+        self._bar_numbers: dict[str, Value] = {}
         self._unpublished: StepResults | None = None  # results of a step that ended, not in the dictionaries yet
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
@@ -80,6 +84,7 @@ class LoggerConnector(_LoggerConnector):
     def reset_metrics(self) -> None:
         """Empty the dictionaries."""
         self._unpublished = None
+        self._bar_numbers = {}
         super().reset_metrics()
 
     def reset_results(self) -> None:
@@ -101,14 +106,30 @@ class LoggerConnector(_LoggerConnector):
 
     @property
     def progress_bar_metrics(self) -> _PBAR_DICT:
-        """Current values for a progress bar, as numbers."""
+        """Current values for a progress bar, as numbers; inside `bar_may_lag` those that have arrived so far."""
         self.publish()
         shown: dict[str, Any] = super().progress_bar_metrics
         tensors = {name: value for name, value in shown.items() if isinstance(value, Tensor)}
+        arrived = self._bar_numbers
         if tensors:
-            self.drain.submit(list(tensors.values()), lambda numbers: shown.update(zip(tensors, numbers, strict=True)))
-            self.drain.flush()
+            self.drain.submit(
+                list(tensors.values()), lambda numbers: arrived.update(zip(tensors, numbers, strict=True))
+            )
+        if self._bar_lags:
+            ready = shown.keys() - (tensors.keys() - arrived.keys())
+            return {name: arrived[name] if name in tensors else shown[name] for name in shown if name in ready}
+        self.drain.flush()
+        shown.update((name, arrived[name]) for name in tensors)
         return shown
+
+    @contextmanager
+    def bar_may_lag(self) -> Iterator[None]:
+        """Let the body's reads of `progress_bar_metrics` take what has arrived, instead of waiting for the device."""
+        self._bar_lags = True
+        try:
+            yield
+        finally:
+            self._bar_lags = False
 
     def log_metrics(self, metrics: _OUT_DICT, step: int | None = None) -> None:
         """Send `metrics` to the loggers once their numbers are on the host; see the base class."""
