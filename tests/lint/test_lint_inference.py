@@ -182,3 +182,81 @@ def test_isinstance_says_what_a_name_is_in_its_branch() -> None:
     assert codes("def unwrap(v):\n    pass\nv = batch_idx\nif isinstance(v, torch.Tensor):\n    w = float(v)") == [
         "ZD102"
     ]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        # a data transform works on host images
+        """
+class RandomCrop(torch.nn.Module):
+    def forward(self, img):
+        width, height = F.get_dimensions(img)
+        if width > 3: img = img[:3]
+        return img
+""",
+        # an annotation that is no tensor
+        """
+class Net(torch.nn.Module):
+    def forward(self, x, size: Size):
+        if size[0] > 3: x = x[:3]
+        return x
+""",
+        # a flag, by its default
+        """
+class Net(torch.nn.Module):
+    def forward(self, x, pre_logits=False):
+        return x if pre_logits else self.head(x)
+""",
+        # numpy() works on host tensors only, so what it is called on is one
+        """
+def train(buffer, actor, optimizer):
+    for step in range(10):
+        data = buffer.sample(32)
+        update(data.observations.numpy())
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+        # the state of an optimizer is a dict of all kinds of things
+        """
+class Own(torch.optim.Optimizer):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["momentum"] = torch.zeros_like(p)
+                state["step"] += 1
+                rate = 1 / math.sqrt(state["step"])
+                p.add_(p.grad, alpha=-rate)
+""",
+        # iterating a dict gives its keys
+        """
+def train(model, loader, optimizer):
+    for x in loader:
+        losses = {"a": model(x).mean()}
+        losses["a"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name in losses:
+            print(f"{name} done")
+""",
+        # early return
+        """
+class Plot(L.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx % 100 != 0:
+            return
+        print(outputs["loss"].item())
+""",
+        # what a device-less function of numbers returns is on the host
+        """
+class Net(torch.nn.Module):
+    def forward(self, x):
+        n = int(torch.div(x.shape[1], 2))
+        return x[:, :n]
+""",
+    ],
+)
+def test_patterns_of_real_code_that_read_nothing(source: str) -> None:
+    header = "import math\nimport torch\nimport torchvision.transforms.functional as F\nimport lightning as L\n"
+    assert [finding.code for finding in lint_source(header + source) if finding.code < "ZD2"] == []

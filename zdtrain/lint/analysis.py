@@ -33,8 +33,25 @@ class Unit:
         self.walks: dict[Function, Flow] = {}
         self._done: set[Function] = set()
         self._constructed: set[str] = set()
-        self._outside = outside or {}
+        self._outside: dict[Function, Heat] = {}
+        self._passed_on: dict[str, Heat] = {}
+        for name, heat in (outside or {}).items():
+            self._called_from_outside(name, heat)
         self._everything = everything
+
+    def _called_from_outside(self, name: str, heat: Heat) -> None:
+        """Finds what a call from another file means; one to an inherited method goes on to the base's file."""
+        owner, _, method = name.rpartition(".")
+        if not owner:
+            if name in self.source.functions:
+                self._outside[self.source.functions[name]] = heat
+        elif owner in self.source.classes:
+            found = self.source.method(self.source.classes[owner], method)
+            if found is not None:
+                self._outside[found] = max(heat, self._outside.get(found, Heat.COLD))
+            else:
+                for base in self.source.outside_bases(self.source.classes[owner]):
+                    self._passed_on[f"{base}.{method}"] = heat
 
     # What a walk asks for.
 
@@ -95,7 +112,7 @@ class Unit:
 
     def _matters(self, function: Function) -> bool:
         """Whether a function can hold a finding above a note, before calls are followed."""
-        if function.qualname in self._outside:
+        if function in self._outside:
             return True
         heat = root_heat(function, self.source)
         if heat.hot:
@@ -112,7 +129,7 @@ class Unit:
     def _spread(self) -> tuple[dict[Function, Heat], dict[str, Heat]]:
         """Follows calls from hot code: what it calls is as hot."""
         heats = {function: self._own_heat(function) for function in self.walks}
-        outward: dict[str, Heat] = {}
+        outward = dict(self._passed_on)
         waiting = list(self.walks)
         while waiting:
             caller = waiting.pop()
@@ -129,7 +146,7 @@ class Unit:
         return heats, {name: heat for name, heat in outward.items() if heat.hot}
 
     def _own_heat(self, function: Function) -> Heat:
-        outside = Heat.COLD if is_evaluation(function.name) else self._outside.get(function.qualname, Heat.COLD)
+        outside = Heat.COLD if is_evaluation(function.name) else self._outside.get(function, Heat.COLD)
         return max(root_heat(function, self.source), outside)
 
     def _finding(self, hit: Hit, function: Heat) -> Finding | None:

@@ -6,7 +6,7 @@ from zdtrain.lint import infer as i
 from zdtrain.lint import kinds as k
 from zdtrain.lint.expressions import Walk
 from zdtrain.lint.kinds import Kind, Kinds
-from zdtrain.lint.source import Function
+from zdtrain.lint.source import Class, Function
 from zdtrain.lint.walked import CallEdge
 
 
@@ -60,18 +60,18 @@ class Calls(Walk):
         ):
             return k.VALUE | (k.ARRAY if name.startswith("numpy.") else 0)
         if name.startswith(i.TENSOR_LIBRARIES):
-            last = name.rpartition(".")[2]
-            return (
-                k.MODULE
-                if "models" in name
-                else k.TENSOR
-                if last[:1].islower() and any(a & k.TENSOR for a in arguments)
-                else k.UNKNOWN
-            )
+            return self._tensor_library(name, arguments)
         last = name.rpartition(".")[2]
         if last in i.WRAPPERS and arguments:
             return arguments[0]
         return self._named_result(last, arguments)
+
+    @staticmethod
+    def _tensor_library(name: str, arguments: list[Kind]) -> Kind:
+        if "models" in name:
+            return k.MODULE
+        is_function = name.rpartition(".")[2][:1].islower() and ".transforms" not in name
+        return k.TENSOR if is_function and any(argument & k.TENSOR for argument in arguments) else k.UNKNOWN
 
     def _named_result(self, name: str, arguments: list[Kind]) -> Kind:
         """What a call to something unknown gives, by its name."""
@@ -94,6 +94,7 @@ class Calls(Walk):
                 self._register(node.args[0])
             return self._self_call(name, arguments)
         if isinstance(function.value, ast.Call) and getattr(function.value.func, "id", "") == "super":
+            self._super_call(name, arguments)
             return k.TENSOR | k.OUTPUT if name == "forward" else k.UNKNOWN
         if isinstance(function.value, ast.Name) and function.value.id in self.instances:
             found = self._instance_call(self.instances[function.value.id], name, arguments)
@@ -119,6 +120,8 @@ class Calls(Walk):
             return k.VALUE
         if owner & k.SCALER:
             return arguments[0] if name == "scale" and arguments else k.UNKNOWN
+        if name == "cpu":
+            return k.TENSOR | k.ON_HOST
         if name in i.TENSOR_ONLY:
             return i.tensor_method(k.TENSOR, name, node)
         if owner & k.LOADER:
@@ -165,6 +168,7 @@ class Calls(Walk):
         method = self.source.method(self.owner, name)
         if method is not None:
             return self._local_call(method, arguments)
+        self._inherited_call(self.owner, name)
         self.unit.construct(self.owner)
         for current in self.source.base_classes(self.owner):
             built = current.instances.get(name)
@@ -180,6 +184,20 @@ class Calls(Walk):
         if name in ("register_buffer", "log", "log_dict", "manual_backward", "print", "parameters", "all_gather"):
             return k.TENSORS if name == "parameters" else k.VALUE
         return self._named_result(name, arguments)
+
+    def _inherited_call(self, owner: Class, name: str) -> None:
+        """A method that only a base class in another file can have."""
+        for base in self.source.outside_bases(owner):
+            self.result.calls.append(CallEdge(f"{base}.{name}", self.place))
+
+    def _super_call(self, name: str, arguments: list[Kind]) -> None:
+        if self.owner is None:
+            return
+        for base in self.source.base_classes(self.owner):
+            if base is not self.owner and name in base.methods:
+                self._local_call(base.methods[name], arguments)
+                return
+        self._inherited_call(self.owner, name)
 
     def _instance_call(self, built: str, method: str, arguments: list[Kind]) -> Kinds | None:
         """A call on an instance of a class, here or in another file; an empty `method` calls the instance itself."""

@@ -224,7 +224,7 @@ class Walk:
             if key is not None:
                 self.infer(key)
         items = [self.value(item) for item in node.values]
-        return i.container(items) if items else k.VALUE
+        return i.container(items) | k.MAPPING if items else k.VALUE
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> Kind:
         before = self.env
@@ -237,11 +237,11 @@ class Walk:
                 self._truth(condition)
         if isinstance(node, ast.DictComp):
             self.infer(node.key)
-            kind = self.value(node.value)
+            kind = i.container([self.value(node.value)]) | k.MAPPING
         else:
-            kind = self.value(node.elt)
+            kind = i.container([self.value(node.elt)])
         self.env = before
-        return i.container([kind])
+        return kind
 
     def _joined(self, node: ast.JoinedStr) -> Kind:
         for part in node.values:

@@ -61,6 +61,8 @@ class Flow(Calls):
             has_default = position >= len(named) - defaults
             annotation = ast.unparse(argument.annotation) if argument.annotation else ""
             kind = i.parameter_kind(argument.arg, annotation, everything=step and not has_default)
+            if has_default and not annotation and _is_setting(node.args.defaults[position - len(named)]):
+                kind = k.VALUE
             if kind & k.TENSOR and not annotation and self.function.name == "__init__":
                 kind = k.UNKNOWN  # constructors take settings; a name like `prob` says little there
             if position < len(arguments) and arguments[position] and not annotation:
@@ -90,7 +92,8 @@ class Flow(Calls):
         return (
             self.place.gate is Gate.OPEN
             and bool(rest)
-            and isinstance(statement.body[-1], ast.Continue)
+            and isinstance(statement.body[-1], ast.Continue | ast.Return)
+            and (isinstance(statement.body[-1], ast.Continue) or not self.in_step_loop)
             and h.skips_most_steps(statement.test, self._is_gate)
             and not h.takes_step(rest, self.source, None)
         )
@@ -278,10 +281,16 @@ class Flow(Calls):
         elif isinstance(target, ast.Subscript):
             self.infer(target.value)
             self.infer(target.slice)
-            if isinstance(target.value, ast.Name) and i.flat(kind) & k.TENSOR:
-                held = self.env.get(target.value.id, 0)
-                if not held & k.TENSOR and not held & k.ARRAY:
-                    self.env[target.value.id] = k.TENSORS | (i.flat(kind) & (k.GRAPH | k.ON_HOST))
+            if isinstance(target.value, ast.Name):
+                self._fill(target.value.id, i.flat(kind))
+
+    def _fill(self, name: str, kind: Kind) -> None:
+        """``name[key] = …``: a dict made here holds tensors if all that is put into it are."""
+        held = self.env.get(name, 0)
+        if held & (k.VALUE | k.MAPPING) and not held & k.ARRAY and kind & k.TENSOR:
+            self.env[name] = k.TENSORS | k.MAPPING | (kind & (k.GRAPH | k.ON_HOST))
+        elif held & k.MAPPING:
+            self.env[name] = k.MAPPING
 
     def _assign_attribute(self, name: str, kind: Kind) -> None:
         if self.owner is None:
@@ -306,7 +315,7 @@ class Flow(Calls):
         """The kind of what iterating an expression gives."""
         kind = self._kinds.get(node, k.UNKNOWN)
         if not isinstance(node, ast.Call):
-            return i.element(kind)
+            return k.VALUE if i.flat(kind) & k.MAPPING else i.element(kind)
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         first = node.args[0] if node.args else None
         if name == "range":
@@ -324,6 +333,11 @@ class Flow(Calls):
         if first is not None and (name in i.WRAPPERS or self.kind(first) & k.LOADER):
             return self._items(first)
         return i.element(kind)
+
+
+def _is_setting(default: ast.expr) -> bool:
+    """Whether a default value shows that a parameter is a setting, not a tensor."""
+    return isinstance(default, ast.Constant) and default.value is not None
 
 
 _STATEMENTS: dict[type[ast.stmt], Callable[[Flow, Any], None]] = {

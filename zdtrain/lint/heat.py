@@ -83,6 +83,9 @@ _GATE = re.compile(
     r"is_(?:log|logging|console|metric|print|eval|save)\w*_(?:step|iter|batch)",
     re.IGNORECASE,
 )
+_TRANSFORM = re.compile(
+    r"Crop|Resize|Flip|Jitter|Transform$|Transforms$|Erasing|ToTensor|Augment|RandomAffine|Patchify"
+)
 _LEAVING = frozenset({"sys.exit", "exit", "quit", "os._exit", "sys.abort", "os.abort"})
 
 
@@ -93,7 +96,7 @@ def root_heat(function: Function, source: Source) -> Heat:
     if name in STEP_HOOKS and owner is not None and not owner.has_base("Function"):
         return Heat.STEP
     if owner is not None and source.is_module(owner) and name == "forward":
-        return Heat.STEP
+        return Heat.RARE if _TRANSFORM.search(owner.name) else Heat.STEP
     if owner is not None and owner.has_base("Metric") and name == "update":
         return Heat.STEP
     if name in LOOP_HOOKS or (owner is not None and name == "step" and owner.has_base("Optimizer")):

@@ -9,13 +9,13 @@ from zdtrain.lint.kinds import Kind, Kinds
 _VALUE_NAMES = re.compile(
     r"^(?:args|opts?|cfg|config|conf|hparams|flags|settings|epochs?|(?:global_|train_|num_|max_)*steps?|batch_idx|batch_size|"
     r"idx|i|j|k|n|it|lr|device|dtype|name|path|mode|phase|split|key|rank|world_size|logger|writer|optimizer_idx|"
-    r"\w*(?:_idx|_size|_name|_path|_dir|_freq|_interval|_ratio|_rate|_steps|_epochs?|_dim|_type|_mode)|num_\w+|n_\w+|use_\w+|is_\w+)$",
+    r"\w*(?:_idx|_size|_name|_path|_dir|_freq|_interval|_ratio|_rate|_steps|_epochs?|_dim|_type|_mode)|num_\w+|n_\w+|use_\w+|(?:\w+_)?is_\w+|prob|sizes?|shapes?|[HWhw]|height|width)$",
     re.IGNORECASE,
 )
 _TENSOR_NAMES = re.compile(
-    r"^(?:(?:\w+_)?(?:loss|logits?|probs?|embeddings?|embeds?|preds?|hidden_states?)|"
+    r"^(?:(?:\w+_)?(?:loss|logits?|probs|embeddings?|embeds?|preds?|hidden_states?)|"
     r"predictions?|outputs?|targets?|labels?|images?|imgs?|inputs?|x|y|y_hat|y_pred|y_true|x_hat|z|"
-    r"features?|feats?|hidden|tensor|mask|mu|logvar|pred|gold|recon_x|advantages?|returns)$",
+    r"features?|feats?|hidden|tensor|mask|mu|logvar|pred|gold|recon_x)$",
 )
 _MODULE_NAMES = re.compile(
     r"^(?:\w+_)?(?:model|net|network|criterion|loss_fn|loss_func|loss_function|encoder|decoder|generator|discriminator|"
@@ -127,7 +127,9 @@ def parameter_kind(name: str, annotation: str, *, everything: bool) -> Kind:
         everything: True where whatever is not named like a value is a tensor, as in ``forward``.
     """
     if annotation:
-        if re.search(r"(?:List|Dict|Tuple|Sequence|Iterable|list|dict|tuple)\[.*Tensor", annotation):
+        if re.search(r"(?:Dict|dict|Mapping)\[.*Tensor", annotation):
+            return k.TENSORS | k.MAPPING
+        if re.search(r"(?:List|Tuple|Sequence|Iterable|list|tuple)\[.*Tensor", annotation):
             return k.TENSORS
         if re.search(r"\bTensor\b", annotation):
             return k.TENSOR
@@ -139,10 +141,14 @@ def parameter_kind(name: str, annotation: str, *, everything: bool) -> Kind:
             return k.OPTIMIZER
         if re.search(r"\b(?:int|float|str|bool|ndarray|Path|device|dtype|Namespace|Callable)\b", annotation):
             return k.VALUE
+        if not re.search(r"\bAny\b", annotation):
+            return k.UNKNOWN
     if name in ("batch", "batches", "losses", "metrics"):
         return k.TENSORS
     if _VALUE_NAMES.match(name):
         return k.VALUE
+    if name in ("output", "outputs"):
+        return k.TENSOR | k.OUTPUT
     if _TENSOR_NAMES.match(name):
         return k.TENSOR
     if _LOADER_NAMES.search(name):
@@ -183,6 +189,8 @@ def element(kind: Kinds) -> Kind:
         return element(flat(kind))
     if kind & k.LOADER:
         return k.TENSORS | k.ON_HOST
+    if kind & k.MAPPING and kind & k.TENSORS:
+        return k.TENSOR | (kind & _KEPT)
     if kind & (k.TENSORS | k.OUTPUT):
         return k.TENSOR | (kind & (_KEPT | k.OUTPUT))
     if kind & k.TENSOR:
@@ -357,12 +365,14 @@ def torch_function(name: str, node: ast.Call, arguments: list[Kind]) -> Kinds:
         return _nn(name, last)
     if name == "torch.autograd.grad":
         return k.TENSORS
-    if last in k.HOST_FUNCTIONS:
+    if last in k.HOST_FUNCTIONS or last.startswith(("is_", "get_", "set_")):
         return k.VALUE
     if last in k.FACTORIES:
         return _factory(last, node, first)
     if last == "from_numpy":
         return k.TENSOR | k.ON_HOST
+    if arguments and all(argument & k.VALUE for argument in arguments):
+        return k.TENSOR | k.ON_HOST  # arithmetic on numbers stays in host memory
     merged = k.TENSOR | (first & (_KEPT | k.SCALAR)) if first & k.TENSOR else k.TENSOR
     if last in ("stack", "cat", "concat", "einsum", "vstack", "hstack"):
         return k.TENSOR | (first & _KEPT)

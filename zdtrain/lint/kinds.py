@@ -21,6 +21,7 @@ ARRAY = 4096  # a VALUE that is a NumPy array
 UNREDUCED = 8192  # a loss asked for with reduction="none"
 PINNED = 16384  # a host tensor in pinned memory
 SCALER = 32768  # a GradScaler
+MAPPING = 131072  # a dict: iterating it gives keys
 OUTPUT = 65536  # what a module returned: a tensor or a container of them
 
 Kind = int

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from zdtrain.lint.kinds import TENSOR, Kind
+from zdtrain.lint.infer import parameter_kind
+from zdtrain.lint.kinds import VALUE, Kind
 
 # What a name means where the file does not say (star imports, snippets).
 _USUAL = {
@@ -37,6 +38,7 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 LIGHTNING_MODULES = frozenset({"LightningModule"})
 _MODULE_BASES = re.compile(r"(?:^|\.)(?:\w*Module|Sequential|ModuleList|Transformer|PreTrainedModel)$|^torch\.nn\.")
+_LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "torchmetrics.", "collections.", "abc.", "typing.")
 _DATASET_BASES = re.compile(r"Dataset$|DataModule$|Sampler$")
 
 
@@ -152,8 +154,9 @@ class Source:
             elif isinstance(statement, ast.ImportFrom):
                 self._add_import_from(statement)
             elif isinstance(statement, ast.AnnAssign) and owner is not None:
-                if isinstance(statement.target, ast.Name) and "Tensor" in ast.unparse(statement.annotation):
-                    owner.attributes[statement.target.id] = TENSOR
+                if isinstance(statement.target, ast.Name):
+                    kind = parameter_kind("", ast.unparse(statement.annotation), everything=False)
+                    owner.attributes[statement.target.id] = kind & ~VALUE
             elif isinstance(statement, ast.Expr):
                 if isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
                     self.docstring_lines.update(range(statement.lineno, (statement.end_lineno or 0) + 1))
@@ -214,6 +217,15 @@ class Source:
             waiting += [
                 self.classes[name] for base in current.bases if (name := base.rpartition(".")[2]) in self.classes
             ]
+
+    def outside_bases(self, owner: Class) -> list[str]:
+        """Dotted names of bases that another file of the project may define."""
+        return [
+            base
+            for current in self.base_classes(owner)
+            for base in current.bases
+            if "." in base and base not in self.classes and not base.startswith(_LIBRARIES)
+        ]
 
     def method(self, owner: Class, name: str) -> Function | None:
         """The method that ``self.name`` finds, through bases in the file."""

@@ -176,7 +176,7 @@ class NumpyRead(Rule):
     expressions = (ast.Call,)
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
-        if isinstance(node.func, ast.Attribute) and not flow.kind(node.func.value) & (k.VALUE | k.ON_HOST):
+        if isinstance(node.func, ast.Attribute) and k.is_device_tensor(flow.kind(node.func.value)):
             what = short(node.func.value)
             flow.report(self, node, f"`{what}.numpy()` makes the host wait for the device", at_method=True)
 

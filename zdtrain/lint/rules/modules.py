@@ -180,6 +180,8 @@ class KeptGraph(AnywhereRule):
         kind = flow.kind(value)
         if not kind & k.GRAPH or not k.is_device_value(kind) or flow.no_grad:
             return False
+        if flow.owner is not None and flow.owner.has_base("Metric"):
+            return False  # torchmetrics updates without gradients
         if isinstance(target, ast.Name):
             backward = f"{target.id}.backward(" in flow.source.text
             return flow.in_step_loop and target.id in flow.cold_names and not backward
