@@ -8,6 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zdtrain.records.recorder import RunRecorder as RunRecorder
+    from zdtrain.scalars import DeviceScalars as DeviceScalars
     from zdtrain.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"

@@ -12,6 +12,8 @@ class TrainerOptions:
 
     records: Any = False
     """Write a run folder: ``True`` for ``runs/`` under `default_root_dir`, a path for elsewhere, or a `RunRecorder`."""
+    scalars: Any = None
+    """Numbers that live on the device as 0-D tensors, by name, or a `DeviceScalars`."""
     lightning_quirks: bool = False
     """Keep stock Lightning's behaviour in the two places where zdtrain trains differently on purpose: the partial last
     accumulation window, and an early stop that was requested before ``min_epochs`` (docs/differences.md)."""

@@ -13,8 +13,10 @@ from zdtrain.drain import Drain
 from zdtrain.loop.connector import LoggerConnector
 from zdtrain.loop.epoch import EpochLoop
 from zdtrain.loop.rows import StepRows
+from zdtrain.loop.run_scalars import ScalarsState, run_scalars
 from zdtrain.loop.stop import CanTakeBackStop, LatchedStop, StopRequests
 from zdtrain.records.recorder import RunRecorder, attach_recorder, recorder_for
+from zdtrain.scalars import DeviceScalars
 from zdtrain.step.results import StepResults
 
 
@@ -26,6 +28,8 @@ class Trainer(CanTakeBackStop, LightningTrainer):
     Args:
         records: Write a run folder: ``True`` for ``runs/`` under `default_root_dir`, a path for another place, a
             `RunRecorder` for full control.
+        scalars: Numbers that live on the device as 0-D tensors, by name: ``trainer.scalars.alpha`` reads one, assigning
+            to it writes it in place. They are saved in checkpoints.
         lightning_quirks: Keep stock Lightning's behaviour where zdtrain trains differently on purpose.
         **kwargs: Arguments of `lightning.pytorch.Trainer`.
 
@@ -38,9 +42,14 @@ class Trainer(CanTakeBackStop, LightningTrainer):
     """
 
     def __init__(
-        self, *, records: bool | str | Path | RunRecorder = False, lightning_quirks: bool = False, **kwargs: Any
+        self,
+        *,
+        records: bool | str | Path | RunRecorder = False,
+        scalars: dict[str, Any] | DeviceScalars | None = None,
+        lightning_quirks: bool = False,
+        **kwargs: Any,
     ) -> None:
-        self.options = TrainerOptions(records=records, lightning_quirks=lightning_quirks)
+        self.options = TrainerOptions(records=records, scalars=scalars, lightning_quirks=lightning_quirks)
         self._stop_requests = LatchedStop() if lightning_quirks else StopRequests()
         super().__init__(**kwargs)
         self.drain = Drain(runtime_for(self.strategy.root_device))
@@ -49,11 +58,30 @@ class Trainer(CanTakeBackStop, LightningTrainer):
         self.fit_loop.epoch_loop = epoch_loop
         for loop in (self.validate_loop, self.test_loop):
             loop._results = StepResults(training=False)
+        self._scalars = run_scalars(scalars)
+        self.counters_on_device = False
+        if scalars is not None:
+            self.callbacks.insert(0, ScalarsState(self._scalars))  # type: ignore[attr-defined]
         self.recorder = recorder_for(records, self.default_root_dir)
         if self.recorder is not None:
             attach_recorder(self, self.recorder)
             stream = StepStream(self.drain, [self.recorder])
             self._connector.rows = StepRows(epoch_loop.results, stream)
+
+    @property
+    def scalars(self) -> DeviceScalars:
+        """The run's scalars on the training device, ``global_step`` and ``current_epoch`` among them."""
+        if not self.counters_on_device:
+            self._scalars.to(self.strategy.root_device)
+            self.counters_on_device = True
+            self.write_counters()
+        return self._scalars
+
+    def write_counters(self) -> None:
+        """Bring the device's copies of the counters up to date; costs nothing as long as nobody reads `scalars`."""
+        if self.counters_on_device:
+            self._scalars.global_step = self.global_step  # type: ignore[assignment]
+            self._scalars.current_epoch = self.current_epoch  # type: ignore[assignment]
 
     def _run_stage(self) -> Any:
         try:
