@@ -21,8 +21,8 @@ LIGHTNING_VARIABLES = {
     "PL_SEED_WORKERS",
     "WORLD_SIZE",
 }
-# torch and pytest keep these for themselves.
-LIBRARY_PREFIXES = ("KINETO_", "PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
+# torch, scikit-learn and pytest keep these for themselves.
+LIBRARY_PREFIXES = ("KINETO_", "KMP_", "PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise Inductor keeps a pool of threads for good
 
