@@ -80,8 +80,8 @@ class Trainer(CanTakeBackStop, LightningTrainer):
     def write_counters(self) -> None:
         """Bring the device's copies of the counters up to date; costs nothing as long as nobody reads `scalars`."""
         if self.counters_on_device:
-            self._scalars.global_step = self.global_step  # type: ignore[assignment]
-            self._scalars.current_epoch = self.current_epoch  # type: ignore[assignment]
+            self._scalars.global_step = self.global_step
+            self._scalars.current_epoch = self.current_epoch
 
     def _run_stage(self) -> Any:
         try:

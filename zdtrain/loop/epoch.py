@@ -53,7 +53,7 @@ class EpochLoop(_TrainingEpochLoop):
             StopIteration: The batches are used up, or the module ended the epoch by returning -1.
         """
         plan = self.plan
-        self.trainer.write_counters()  # type: ignore[attr-defined]
+        self.trainer.write_counters()
         if plan is None or self.restarting:
             super().advance(data_fetcher)
             return

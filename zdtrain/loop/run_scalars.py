@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from zdtrain.errors import ConfigError
 from zdtrain.scalars import DeviceScalars
