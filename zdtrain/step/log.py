@@ -82,8 +82,8 @@ class StepLog:
             cell = slot.cell
             if value.dim() != 0 or value.dtype != cell.dtype or value.device != cell.device:
                 return False
-        elif kind is not float:
-            return False
+        elif kind is not float or slot.cell.dtype != torch.get_default_dtype():
+            return False  # stock makes a tensor of the default dtype of it
         if slot.reduction != "mean":
             size = 1 if batch_size is None else batch_size
         else:
