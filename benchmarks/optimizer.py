@@ -2,11 +2,11 @@
 
     python benchmarks/optimizer.py [--rounds 25] [--out benchmarks/results/optimizer.json]
 
-One thread. Contenders take turns in one process, in a new order each round, and are compared as ratios within a round, because machines drift;
-figures are medians over rounds. "Times traffic" divides by the time the memory traffic of the step takes at the copy
-bandwidth measured in the same round: parameter, gradient and two moments read, all but the gradient written, and with
-clipping the gradient read once more and written. Less than 1 is possible: a copy also fetches the lines it overwrites,
-and what fits into the caches does not reach memory.
+One thread. Contenders take turns in one process, in a new order each round, and are compared as ratios within a round,
+because machines drift; figures are medians over rounds. "Times traffic" divides by the time the memory traffic of the
+step takes at the copy bandwidth measured in the same round: parameter, gradient and two moments read, all but the
+gradient written, and with clipping the gradient read once more and written. Less than 1 is possible: a copy also
+fetches the lines it overwrites, and what fits into the caches does not reach memory.
 """
 
 import argparse

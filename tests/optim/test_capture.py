@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from zdtrain.errors import ConfigError
@@ -131,6 +132,17 @@ def test_the_compiled_implementation_is_compiled_once_while_lr_decay_and_thresho
             o.step()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert torch.allclose(weight, twin, rtol=1e-5)
+
+
+def test_a_compiled_function_of_the_knobs_is_not_compiled_again_when_they_change():
+    counter = CompileCounter()
+    optimizer = SimpleAdam([nn.Parameter(torch.ones(2))], lr=0.1, max_norm=1.0)
+    group = optimizer.param_groups[0]
+    function = torch.compile(lambda x: x * group["lr"] + optimizer.max_norm, backend=counter, fullgraph=True)
+    for step in range(5):
+        group["lr"], optimizer.max_norm = 0.1 * step, 1.0 + step
+        assert torch.equal(function(torch.ones(2)), torch.ones(2) * group["lr"] + optimizer.max_norm)
+    assert counter.frame_count == 1
 
 
 def test_state_is_not_allocated_while_recording():

@@ -114,12 +114,23 @@ def test_copies_go_on_as_the_original_would(clone):
     assert optimizer.param_groups[0]["lr"].item() > 0
 
 
-def test_lr_made_here_follows_the_parameters_to_their_device():
+def test_a_tensor_on_another_device_than_the_parameters_is_refused():
     weight = torch.nn.Parameter(torch.ones(2, device="meta"))
     optimizer = SimpleAdam([weight], lr=torch.tensor(0.1))
     weight.grad = torch.ones(2, device="meta")
     with pytest.raises(ConfigError, match="lr is on cpu but the parameters are on meta: make it with device='meta'"):
         optimizer.step()
+
+
+@pytest.mark.gpu
+def test_numbers_given_before_the_model_moved_follow_it_to_its_device():
+    model = torch.nn.Linear(2, 2)
+    optimizer = SimpleAdam(model.parameters(), lr=0.1, max_norm=1.0)
+    lr = optimizer.param_groups[0]["lr"]
+    model.cuda()(torch.ones(1, 2, device="cuda")).sum().backward()
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert lr.device.type == optimizer.max_norm.device.type == optimizer.step_count.device.type == "cuda"
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])

@@ -4,6 +4,8 @@ import io
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
 
 from zdtrain.errors import ConfigError
 from zdtrain.optim import Linear, SimpleAdam
@@ -171,6 +173,35 @@ def test_load_hooks_run():
     optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("post"))
     optimizer.load_state_dict(optimizer.state_dict())
     assert seen == ["pre", "post"]
+
+
+class Regression(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return SimpleAdam(self.parameters(), lr=torch.tensor(0.01), schedule=Linear(num_steps=20))
+
+
+def test_a_lightning_checkpoint_resumes_where_it_stopped(tmp_path):
+    def fit(max_steps, ckpt_path=None):
+        torch.manual_seed(0)
+        module = Regression()
+        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+        trainer = Trainer(max_steps=max_steps, max_epochs=-1, **options)
+        trainer.fit(module, DataLoader(torch.linspace(-1, 1, 8).reshape(4, 2), batch_size=4), ckpt_path=ckpt_path)
+        return module, trainer
+
+    whole, _ = fit(6)
+    _, trainer = fit(4)
+    trainer.save_checkpoint(tmp_path / "four.ckpt")
+    resumed, trainer = fit(6, tmp_path / "four.ckpt")
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+    assert trainer.optimizers[0].step_count.item() == 6
 
 
 def saved_by(optimizer_class, **options):

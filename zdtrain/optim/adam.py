@@ -187,6 +187,7 @@ class SimpleAdam(Optimizer):
             dict.__setitem__(group, "lr", self._own(lr))
         if self.schedule is not None:
             group["initial_lr"] = group["lr"]  # stored as a copy
+            self._own(group["initial_lr"])
         group["fused"] = self._choose(group) == "fused"
         return group
 
@@ -262,7 +263,7 @@ class SimpleAdam(Optimizer):
                 "SimpleAdam would allocate its state while a step is being captured: "
                 "run one step, or call optimizer.init_state(), before the capture"
             )
-        self._refuse_several_devices()
+        self._place_scalars()
         kept = {tuple(map(id, bucket.params)): bucket for bucket in self._buckets if bucket.belongs_to(self.state)}
         self._buckets, self._waiting = [], []
         for group in self.param_groups:
@@ -278,7 +279,8 @@ class SimpleAdam(Optimizer):
         self._entries = list(self.state.values())
         self._layout += 1
 
-    def _refuse_several_devices(self) -> None:
+    def _place_scalars(self) -> None:
+        """Bring the scalars made here to the parameters' device, and refuse those of the caller that are elsewhere."""
         devices = sorted({str(p.device) for group in self.param_groups for p in group["params"]})
         if len(devices) > 1:
             raise ConfigError(
@@ -289,13 +291,12 @@ class SimpleAdam(Optimizer):
         for scalar in self._owned:
             if scalar.device != device:
                 scalar.data = scalar.data.to(device)  # keeps the tensor that schedulers and callers hold
-        given = {"max_norm": self._max_norm, "skip_if": self.skip_if}
-        named = [*((n, t) for n, t in given.items() if t is not None)]
-        named += [pair for group in self.param_groups for pair in hyperparameter_tensors(group).items()]
-        for name, scalar in named:
-            if scalar.device != device:
+        named = [("max_norm", self._max_norm), ("skip_if", self.skip_if)]
+        named += [item for group in self.param_groups for item in hyperparameter_tensors(group).items()]
+        for name, value in named:
+            if value is not None and value.device != device:
                 raise ConfigError(
-                    f"{name} is on {scalar.device} but the parameters are on {device}: make it with device='{device}'"
+                    f"{name} is on {value.device} but the parameters are on {device}: make it with device='{device}'"
                 )
 
     def _guard(self, grads: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:

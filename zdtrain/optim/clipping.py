@@ -28,7 +28,7 @@ def total_norm(grads: list[Tensor]) -> Tensor:
         accumulate = torch.float32 if dtype in LOW_PRECISION else dtype
         norms.extend(torch._foreach_norm([g for g in grads if g.dtype is dtype], 2, dtype=accumulate))
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return total
+    return total.full_tensor() if hasattr(total, "full_tensor") else total  # a DTensor's norm is spread over ranks
 
 
 def clip_divisor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
