@@ -73,7 +73,7 @@ class SimpleAdam(Optimizer):
         weight_decay: Decoupled weight decay. A number is folded into the fused kernel; a tensor can change during a run
             of a captured step and costs the fused implementation one more pass over the parameters.
         max_norm: Clip gradients to this total L2 norm, over all groups. The gradients are left clipped.
-        skip_nonfinite: Leave everything as it is when the gradient norm is NaN or Inf.
+        skip_nonfinite: Leave everything as it is when the gradient norm is NaN or Inf, float32 overflow included.
         schedule: Function from the number of updates made (0-D float32) to a factor of the initial lr.
         implementation: ``"fused"`` (torch's kernels; default where they exist and betas and eps are numbers),
             ``"foreach"`` (list operations, traceable, every hyperparameter may be a tensor), or ``"compiled"``

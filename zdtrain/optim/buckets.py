@@ -13,6 +13,7 @@ from zdtrain.errors import ConfigError
 
 State = MutableMapping[Tensor, dict[str, Any]]
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
+MAX_SELECTIONS = 64  # patterns of missing gradients kept ready; never evicted, a captured step may point into them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,9 @@ class Bucket:
         selection = self._selections.get(key)
         if selection is None:
             _refuse_sparse(present)
-            selection = self._selections[key] = self._make_selection(key)
+            selection = self._make_selection(key)
+            if len(self._selections) < MAX_SELECTIONS:
+                self._selections[key] = selection
         return selection, selection.dense_grads(present)
 
     def _make_selection(self, key: tuple[bool, ...] | None) -> Selection:
