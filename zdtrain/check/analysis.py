@@ -10,6 +10,7 @@ from zdtrain.check.definitions import method_location
 from zdtrain.check.findings import Finding, make_finding
 from zdtrain.check.observe import ObservedTrainer, Observer, Step
 from zdtrain.check.optimizers import is_never_capturable
+from zdtrain.check.recorder import is_served
 from zdtrain.check.report import CheckReport, StageReport, in_order, judge
 from zdtrain.check.source import Location
 from zdtrain.check.trace import Difference, Operation, compare
@@ -58,8 +59,8 @@ def _explain(difference: Difference, same_rates: bool) -> tuple[str, str] | None
         if not same_rates or (place.library or "").startswith("zdtrain."):
             return None  # a schedule: the Trainer holds the rate in a tensor
         return "optimizer-not-capturable", f"{place.library} computes with Python numbers that change each step"
-    if not place.is_user:
-        return None
+    if not place.is_user or in_optimizer or is_served(place):
+        return None  # e.g. a loss scaler that skips the optimizer: the Trainer masks the update instead
     if difference.kind == "operations":
         return "python-branch", f"one step ran {_name(before)} here, another did not"
     assert after is not None

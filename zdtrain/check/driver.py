@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import os
 import random
 import traceback
 import warnings
@@ -103,6 +104,18 @@ def _same_randomness() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _same_environment() -> Iterator[None]:
+    """Give the environment back as it was: Lightning sets variables for the processes that it might start."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Collect no garbage inside: the records of a step would trigger full collections, each longer than the step."""
     was_enabled = gc.isenabled()
@@ -112,6 +125,12 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _leaving_no_trace() -> Iterator[None]:
+    with _same_environment(), _same_randomness(), _no_collection():
+        yield
 
 
 def _split_callbacks(options: Mapping[str, Any]) -> tuple[list[Callback], tuple[str, ...]]:
@@ -171,7 +190,13 @@ def _entry_of(error: BaseException, frame: Any) -> TracebackType | None:
 
 def run(plan: Plan) -> CheckReport:
     """Run the plan on the shadow device and report."""
-    with _quiet(), _no_collection(), _same_randomness(), ShadowDevice(boundary=_fit.__code__) as device:
+    with (
+        _quiet(),
+        _same_environment(),
+        _no_collection(),
+        _same_randomness(),
+        ShadowDevice(boundary=_fit.__code__) as device,
+    ):
         observer = Observer(device, plan.module)
         callbacks, skipped = _split_callbacks(plan.trainer_options)
         with ModulePath() if plan.shapes else contextlib.nullcontext() as path, observer.attached():

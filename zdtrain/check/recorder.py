@@ -32,6 +32,7 @@ IN_STEP = frozenset(
 # Frames of stock Lightning that zdtrain's Trainer replaces with code that does not read: what they do is not reported.
 _REPORTED_LIBRARIES = ("torch.optim.", "torchmetrics", "lightning.pytorch.callbacks", "torch.distributed")
 _SERVED = (
+    "lightning.pytorch.plugins.precision.amp",
     "torch.optim.lr_scheduler",
     "lightning.pytorch.callbacks.early_stopping",
     "lightning.pytorch.callbacks.model_checkpoint",
@@ -42,11 +43,12 @@ _SERVED = (
 _EXPLICIT = (".item(", ".tolist(", ".numpy(")
 
 
-def is_served(library: str | None) -> bool:
-    """Whether zdtrain's Trainer does without what this library frame does on its own account."""
-    if library is None or not library.startswith(_REPORTED_LIBRARIES):
+def is_served(location: Location) -> bool:
+    """Whether zdtrain's Trainer does without what happens here: stock Lightning does it on its own account."""
+    library = location.library or ""
+    if library.startswith(_SERVED):
         return True
-    return library.startswith(_SERVED)
+    return not location.is_user and not library.startswith(_REPORTED_LIBRARIES)
 
 
 @dataclasses.dataclass
@@ -123,7 +125,7 @@ class Recorder:
         location, frame = locate(self.boundary, torch._C._current_autograd_node())
         if user_only and (not location.is_user or location.library):
             return
-        if not location.is_user and is_served(location.library):
+        if is_served(location):
             return
         text = expression(frame)
         if code == "host-read" and not (is_explicit and not location.library):

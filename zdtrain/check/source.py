@@ -43,6 +43,7 @@ _API_FILES = tuple(
         ("nn", "modules", "module.py"),
     )
 )
+_PRECISION_PLUGIN = os.path.join("pytorch", "plugins", "precision", "amp.py")
 _DYNAMO = os.path.join(os.sep, "torch", "_dynamo", "")  # wraps dispatch modes
 
 
@@ -93,6 +94,11 @@ def _is_api(filename: str) -> bool:
     return filename.endswith(_API_FILES) or _DYNAMO in filename
 
 
+def _is_scaling(library: str, filename: str) -> bool:
+    """Whether Lightning's precision plugin, rather than the user, calls torch's loss scaler."""
+    return library.startswith("torch.amp.grad_scaler") and filename.endswith(_PRECISION_PLUGIN)
+
+
 def _label(frame: FrameType) -> str:
     return f"{frame.f_globals.get('__name__', '?')}.{frame.f_code.co_qualname}:{frame.f_lineno}"
 
@@ -120,7 +126,7 @@ def locate(boundary: CodeType | None, node: Any = None) -> tuple[Location, Frame
         if kind == "third-party":
             third_party = third_party or frame
             library = library or _label(frame)
-        elif kind == "library" and library is None and not _is_api(filename):
+        elif kind == "library" and not _is_api(filename) and (library is None or _is_scaling(library, filename)):
             library = _label(frame)
         frame = frame.f_back
     if third_party is not None:
