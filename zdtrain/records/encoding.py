@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 NAN, POSITIVE_INFINITY, NEGATIVE_INFINITY = "NaN", "Infinity", "-Infinity"
+_encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps would build an encoder for every line
 _NONFINITE = {NAN: math.nan, POSITIVE_INFINITY: math.inf, NEGATIVE_INFINITY: -math.inf}
 
 
@@ -52,9 +53,9 @@ def to_plain(value: Any) -> Any:
 def dump_line(value: Any) -> str:
     """Encode `value` as one line of strict JSON without a line end."""
     try:
-        return json.dumps(value, allow_nan=False)
+        return _encode(value)
     except (ValueError, TypeError):  # a non-finite number or a value that is not plain
-        return json.dumps(to_plain(value), allow_nan=False)
+        return _encode(to_plain(value))
 
 
 def dump_document(value: Any) -> str:

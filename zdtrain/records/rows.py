@@ -99,8 +99,10 @@ class MetricStatistics:
         delta = value - self.mean
         self.mean += delta / self.count
         self.m2 += delta * (value - self.mean)
-        self.minimum = min(self.minimum, value)
-        self.maximum = max(self.maximum, value)
+        if value < self.minimum:
+            self.minimum = value
+        if value > self.maximum:
+            self.maximum = value
 
     def as_dict(self) -> dict[str, Any]:
         """Return mean, population variance, min, max, count, last and the number of non-finite values."""
