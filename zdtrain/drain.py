@@ -1,6 +1,6 @@
 """The one way from the device to the host: packed copies on a side stream, delivered in order when they are done."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,21 +15,27 @@ MAX_LAG = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Delivery:
-    """A packed copy on its way to the host."""
+class Carrier:
+    """What a delivery travels in; used again for the next of its size, so that a step allocates nothing pinned."""
 
-    packed: Tensor
-    """Device copy of the values, shape=(n,), float64 (float32 and bfloat16 fit exactly)."""
     buffer: Tensor
-    """Pinned host buffer that `packed` is copied into."""
-    dtypes: tuple[torch.dtype, ...]
-    """Dtypes the values had before they were packed."""
+    """Pinned host buffer, shape=(n,), float64."""
     written: Event
-    """Recorded once `packed` is written."""
+    """Recorded once the values are packed on the device."""
     done: Event
     """Recorded once `buffer` is written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delivery:
+    """Packed values on their way to the host."""
+
+    packed: Tensor
+    """The values on the device, shape=(n,), float64 (float32 and bfloat16 fit exactly); kept alive until copied."""
+    carrier: Carrier
+    """What they travel in."""
     deliver: Deliver
-    """Whom the values go to."""
+    """Whom the n numbers go to."""
 
 
 class Drain:
@@ -46,61 +52,74 @@ class Drain:
         self.runtime = runtime
         self.waits = 0
         self._under_way: deque[Delivery] = deque()
+        self._idle: defaultdict[int, list[Carrier]] = defaultdict(list)
 
     def submit(self, values: Sequence[Tensor], deliver: Deliver) -> None:
         """Bring `values` (one element each) to the host and hand them to `deliver` as Python numbers."""
-        self.send(pack(values, self.runtime.device), tuple(value.dtype for value in values), deliver)
+        device = self.runtime.device
+        dtypes = [value.dtype for value in values]
+        here = {
+            i: value.detach().reshape(()).tolist()
+            for i, value in enumerate(values)
+            if value.device.type == "cpu" != device.type
+        }
+        cells = [value for i, value in enumerate(values) if i not in here]
 
-    def send(self, packed: Tensor, dtypes: tuple[torch.dtype, ...], deliver: Deliver) -> None:
+        def merge(numbers: list[Value]) -> None:
+            arriving = iter(numbers)
+            deliver([here[i] if i in here else restore(next(arriving), dtype) for i, dtype in enumerate(dtypes)])
+
+        self.send(pack(cells, device), merge)
+
+    def send(self, packed: Tensor, deliver: Deliver) -> None:
         """Bring `packed`, which nobody writes to again, to the host.
 
         Args:
             packed: Values side by side, shape=(n,), float64, on the device.
-            dtypes: Dtypes that the n numbers are handed over as.
-            deliver: Whom they go to.
+            deliver: Whom the n numbers go to.
         """
-        delivery = Delivery(
-            packed=packed,
-            buffer=self.runtime.pinned(tuple(packed.shape), packed.dtype),
-            dtypes=dtypes,
-            written=self.runtime.event(),
-            done=self.runtime.event(),
-            deliver=deliver,
-        )
-        delivery.written.record("train")
-        self.runtime.copy_async(delivery.buffer, packed, "drain", after=delivery.written, done=delivery.done)
-        self._under_way.append(delivery)
+        carrier = self._carrier(packed.numel())
+        carrier.written.record("train")
+        self.runtime.copy_async(carrier.buffer, packed, "drain", after=carrier.written, done=carrier.done)
+        self._under_way.append(Delivery(packed=packed, carrier=carrier, deliver=deliver))
         self.poll()
+
+    def _carrier(self, size: int) -> Carrier:
+        if self._idle[size]:
+            return self._idle[size].pop()
+        runtime = self.runtime
+        return Carrier(buffer=runtime.pinned((size,), torch.float64), written=runtime.event(), done=runtime.event())
 
     def poll(self) -> None:
         """Hand over what has arrived; waits only for what is more than `MAX_LAG` deliveries behind."""
-        while self._under_way and self._under_way[0].done.query():
+        while self._under_way and self._under_way[0].carrier.done.query():
             self._hand_over()
         while len(self._under_way) > MAX_LAG:
             self.waits += 1
-            self._under_way[0].done.synchronize()
+            self._under_way[0].carrier.done.synchronize()
             self._hand_over()
 
     def flush(self) -> None:
         """Wait for everything under way and hand it over."""
         while self._under_way:
-            delivery = self._under_way[0]
-            if not delivery.done.query():
-                delivery.done.synchronize()
+            done = self._under_way[0].carrier.done
+            if not done.query():
+                done.synchronize()
             self._hand_over()
 
     def _hand_over(self) -> None:
         delivery = self._under_way.popleft()
-        numbers = delivery.buffer.tolist()
-        delivery.deliver([restore(number, dtype) for number, dtype in zip(numbers, delivery.dtypes, strict=True)])
+        carrier = delivery.carrier
+        numbers = carrier.buffer.tolist()
+        self._idle[carrier.buffer.numel()].append(carrier)
+        delivery.deliver(numbers)
 
 
 def pack(values: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return `values` side by side on `device`, shape=(n,), float64, as a copy."""
     if not values:
         return torch.zeros(0, dtype=torch.float64, device=device)
-    cells = [value.detach().reshape(()).to(device=device, dtype=torch.float64, non_blocking=True) for value in values]
-    return torch.stack(cells)
+    return torch.stack([value.detach().reshape(()).to(device=device, dtype=torch.float64) for value in values])
 
 
 def restore(number: float, dtype: torch.dtype) -> Value:

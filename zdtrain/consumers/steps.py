@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from zdtrain.drain import Drain, Value
@@ -92,7 +91,7 @@ class StepStream:
                 self._hand_over(stamp, names, numbers[i * columns : (i + 1) * columns])
 
         # a copy on the device, so that the ring may go on whatever the host does
-        self._drain.send(rows.reshape(-1).clone(), (torch.float64,) * (columns * len(stamps)), deliver)
+        self._drain.send(rows.reshape(-1).clone(), deliver)
 
     def _hand_over(self, stamp: Stamp, names: Sequence[str], numbers: Sequence[Value]) -> None:
         values = {name: number for name, number, present in zip(names, numbers, stamp.present, strict=True) if present}
