@@ -63,13 +63,11 @@ class EagerStep:
         if self._strategy._optimizers[0] is not self._optimizer:  # a callback may replace it
             self._use(self._strategy._optimizers[0])
         if accumulate:
-            self._forward_backward()
+            self._accumulate()
         else:
             progress = self._progress.step
             progress.increment_ready()
-            # The optimizer gets the whole step as its closure, as in stock: hooks registered on it, optimizers that
-            # evaluate more than once and schedulers that count its calls all see what they would see there.
-            self._optimizer.step(closure=self._closure)  # type: ignore[arg-type]
+            self._step_optimizer()
             progress.increment_completed()
         if not self._ran:
             raise MisconfigurationException(
@@ -91,6 +89,14 @@ class EagerStep:
         self._zeroes_its_own_way = overrides(optimizer, "zero_grad", Optimizer) or overrides(
             self._module, "optimizer_zero_grad", LightningModule
         )
+
+    def _accumulate(self) -> None:
+        self._forward_backward()
+
+    def _step_optimizer(self) -> None:
+        # The optimizer gets the whole step as its closure, as in stock: hooks registered on it, optimizers that
+        # evaluate more than once and schedulers that count its calls all see what they would see there.
+        self._optimizer.step(closure=self._closure)  # type: ignore[arg-type]
 
     def _closure(self) -> Tensor | None:
         if not torch.is_grad_enabled():  # some optimizers step under no_grad
