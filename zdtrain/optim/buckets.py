@@ -58,9 +58,7 @@ class Bucket:
             one float32 buffer, so that counting a step is one operation whatever the number of parameters.
     """
 
-    def __init__(
-        self, group: dict[str, Any], params: list[Tensor], state: MutableMapping[Tensor, dict[str, Any]]
-    ) -> None:
+    def __init__(self, group: dict[str, Any], params: list[Tensor], state: State) -> None:
         self.group = group  # shared with the optimizer, so that options are read when the step runs
         self.params = params
         self.steps = torch.zeros(len(params), dtype=torch.float32, device=params[0].device)
