@@ -33,9 +33,9 @@ class ConfiguredRun(TrainingCLI):
         super().__init__(["fit", *configs_first(args)])
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:  # noqa: ARG002 - LightningCLI's signature
-        """Keep the options that stock Lightning knows; a check runs under its own Trainer."""
+        """Keep what stock Lightning knows, and the scalars; a check runs under its own Trainer."""
         given = vars(self._get(self.config_init, "trainer"))
-        known = inspect.signature(Trainer.__init__).parameters
+        known = {*inspect.signature(Trainer.__init__).parameters, "scalars"}
         options = {name: value for name, value in given.items() if name in known and value is not None}
         extra = [self._get(self.config_init, key) for key in self._parser(self.subcommand).callback_keys]
         self.trainer_options = {**options, "callbacks": [*_as_list(options.get("callbacks")), *extra]}

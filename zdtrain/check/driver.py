@@ -1,6 +1,7 @@
 """Runs a few real steps of a LightningModule on the shadow device, under stock Lightning's Trainer."""
 
 import contextlib
+import copy
 import gc
 import logging
 import os
@@ -9,7 +10,6 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from zdtrain.check.report import CheckReport
 from zdtrain.check.shadow import ShadowDevice
 from zdtrain.check.shapes import ModulePath
 from zdtrain.check.source import frame_kind
+from zdtrain.loop.run_scalars import run_scalars
 
 _SERVED_CALLBACKS = (Checkpoint, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar)
 """These read values that have already arrived under zdtrain's Trainer, or write files that a check must not write."""
@@ -143,6 +144,7 @@ def _split_callbacks(options: Mapping[str, Any]) -> tuple[list[Callback], tuple[
 
 def _make_trainer(plan: Plan, observer: Observer, callbacks: list[Callback]) -> ObservedTrainer:
     options = {**plan.trainer_options, **FIXED_OPTIONS}
+    scalars = options.pop("scalars", None)
     accumulate = options.get("accumulate_grad_batches") or 1
     trainer = ObservedTrainer(
         **{
@@ -154,6 +156,7 @@ def _make_trainer(plan: Plan, observer: Observer, callbacks: list[Callback]) -> 
         }
     )
     trainer.recorder = observer.recorder
+    trainer.device_scalars = run_scalars(copy.deepcopy(scalars))
     return trainer
 
 
@@ -166,37 +169,22 @@ def _fit(trainer: ObservedTrainer, plan: Plan) -> Exception | None:
     return None
 
 
-def _raised(error: BaseException, stage: str) -> Finding:
+def _raised(error: Exception, stage: str) -> Finding:
     """The innermost line of the user's code that an exception passed."""
-    place: TracebackType | None = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame_kind(frame.f_code.co_filename) == "user":
-            place = _entry_of(error, frame)
     message = f"{type(error).__name__}: {error}".splitlines()[0]
-    if place is None:
+    passed = traceback.walk_tb(error.__traceback__)
+    lines = [(frame.f_code, line) for frame, line in passed if frame_kind(frame.f_code.co_filename) == "user"]
+    if not lines:
         return make_finding("step-raised", message, stage=stage)
-    code = place.tb_frame.f_code
+    code, line = lines[-1]
     return make_finding(
-        "step-raised", message, stage=stage, file=code.co_filename, line=place.tb_lineno, function=code.co_qualname
+        "step-raised", message, stage=stage, file=code.co_filename, line=line, function=code.co_qualname
     )
-
-
-def _entry_of(error: BaseException, frame: Any) -> TracebackType | None:
-    entry = error.__traceback__
-    while entry is not None and entry.tb_frame is not frame:
-        entry = entry.tb_next
-    return entry
 
 
 def run(plan: Plan) -> CheckReport:
     """Run the plan on the shadow device and report."""
-    with (
-        _quiet(),
-        _same_environment(),
-        _no_collection(),
-        _same_randomness(),
-        ShadowDevice(boundary=_fit.__code__) as device,
-    ):
+    with _quiet(), _leaving_no_trace(), ShadowDevice(boundary=_fit.__code__) as device:
         observer = Observer(device, plan.module)
         callbacks, skipped = _split_callbacks(plan.trainer_options)
         with ModulePath() if plan.shapes else contextlib.nullcontext() as path, observer.attached():

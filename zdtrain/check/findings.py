@@ -136,7 +136,7 @@ _ALL = (
     Code(
         name="step-counter",
         title="the step looks at batch_idx or global_step, which a capture freezes",
-        remedy="keep a counter in a 0-D buffer, or move the decision to on_train_batch_start/end",
+        remedy="use self.trainer.scalars.global_step, a 0-D tensor, or decide in on_train_batch_start/end",
         blocks=True,
     ),
     Code(

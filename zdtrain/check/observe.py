@@ -22,6 +22,7 @@ from zdtrain.check.recorder import IN_STEP, Recorder
 from zdtrain.check.shadow import ShadowDevice
 from zdtrain.check.source import Location, expression, frame_kind
 from zdtrain.check.trace import Operation
+from zdtrain.scalars import DeviceScalars
 
 WRAPPED = frozenset({"training_step", "validation_step", "on_after_batch_transfer", "on_train_batch_end", "log"})
 
@@ -87,6 +88,14 @@ class ObservedTrainer(Trainer):
     """Stock Lightning's Trainer, whose counters note when a step looks at them."""
 
     recorder: Recorder | None = None
+    device_scalars: DeviceScalars
+    uses_scalars = False
+
+    @property
+    def scalars(self) -> DeviceScalars:
+        """The run's scalars, as zdtrain's Trainer has them."""
+        self.uses_scalars = True
+        return self.device_scalars.to(self.strategy.root_device)
 
     @property
     def global_step(self) -> int:
@@ -253,6 +262,7 @@ class Observer(Callback):
         if self._index["train"] == 0:
             self.audits += audit_registration(pl_module, WRAPPED)
             self.audits += audit_devices(pl_module)
+        self._write_counter(trainer)
         self._begin_step("train")
 
     def on_train_batch_end(
@@ -283,6 +293,12 @@ class Observer(Callback):
         """End a validation step."""
         self._batch_signature = (self._batch_signature, dataloader_idx)
         self._end_step()
+
+    @staticmethod
+    def _write_counter(trainer: Trainer) -> None:
+        """Keep the device's step counter true, as zdtrain's Trainer does between steps."""
+        if isinstance(trainer, ObservedTrainer) and trainer.uses_scalars:
+            trainer.scalars.global_step = trainer.global_step
 
     def _begin_step(self, stage: str) -> None:
         self.recorder.stage = stage

@@ -126,7 +126,7 @@ def locate(boundary: CodeType | None, node: Any = None) -> tuple[Location, Frame
         if kind == "third-party":
             third_party = third_party or frame
             library = library or _label(frame)
-        elif kind == "library" and not _is_api(filename) and (library is None or _is_scaling(library, filename)):
+        elif kind == "library" and (library is None or _is_scaling(library, filename)) and not _is_api(filename):
             library = _label(frame)
         frame = frame.f_back
     if third_party is not None:

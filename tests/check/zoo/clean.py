@@ -273,6 +273,15 @@ class LazyCache(Base):
         return F.cross_entropy(self(x), y, weight=self.weights)
 
 
+class ScalarsOfTheRun(Base):
+    """A weight and the step count from the device."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        scalars = self.trainer.scalars
+        warm = (scalars.global_step > 2).float()
+        return super().training_step(batch, batch_idx) * (scalars.weight + warm)
+
+
 class FrozenBackbone(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -309,5 +318,6 @@ CASES = [
     Case(make=ManualTwoOptimizers),
     Case(make=HostWorkAroundTheStep),
     Case(make=LazyCache),
+    Case(make=ScalarsOfTheRun, trainer_options={"scalars": {"weight": 0.5}}),
     Case(make=FrozenBackbone),
 ]
