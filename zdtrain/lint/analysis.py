@@ -38,6 +38,7 @@ class Unit:
         for name, heat in (outside or {}).items():
             self._called_from_outside(name, heat)
         self._everything = everything
+        self._triggers: list[str] = []
 
     def _called_from_outside(self, name: str, heat: Heat) -> None:
         """Finds what a call from another file means; one to an inherited method goes on to the base's file."""
@@ -96,6 +97,7 @@ class Unit:
     def run(self) -> tuple[list[Finding], dict[str, Heat]]:
         """The findings, and how often functions of other files are called (by dotted name)."""
         self.walk(self.source.body)
+        self._triggers = [trigger for trigger in self.rules.triggers if trigger in self.source.text]
         for function in self.source.all_functions:
             if self._everything or self._matters(function):
                 self.walk(function)
@@ -108,7 +110,16 @@ class Unit:
             for hit in flow.result.hits
             if (finding := self._finding(hit, heats[function])) is not None
         ]
+        self._release()
         return sorted(set(findings)), calls
+
+    def _release(self) -> None:
+        """Cuts the references in circles, so that the syntax tree is freed at once, without a garbage collection."""
+        self.walks.clear()
+        for function in self.source.all_functions:
+            function.nested.clear()
+        for owner in self.source.classes.values():
+            owner.methods.clear()
 
     def _matters(self, function: Function) -> bool:
         """Whether a function can hold a finding above a note, before calls are followed."""
@@ -124,7 +135,7 @@ class Unit:
         if function.name in _CONSTRUCTORS and function.owner is not None and self.source.is_module(function.owner):
             return True
         segment = self.source.segment(function)
-        return any(trigger in segment for trigger in self.rules.triggers)
+        return any(trigger in segment for trigger in self._triggers)
 
     def _spread(self) -> tuple[dict[Function, Heat], dict[str, Heat]]:
         """Follows calls from hot code: what it calls is as hot."""

@@ -17,6 +17,8 @@ class Calls(Walk):
         arguments = [self.value(argument) for argument in node.args]
         for item in node.keywords:
             self.infer(item.value)
+            for rule in self.rules.on_keyword.get(item.arg or "", ()):
+                rule.check_keyword(node, item.value, self)
         function = node.func
         if isinstance(function, ast.Attribute):
             return self._attribute_call(node, function, arguments)
@@ -51,6 +53,8 @@ class Calls(Walk):
         return self._method_call(node, function, i.flat(owner), arguments)
 
     def _library_call(self, node: ast.Call, name: str, arguments: list[Kind]) -> Kinds:
+        for rule in self.rules.on_library.get(name.partition(".")[0], ()):
+            rule.check_call(node, name, self)
         self.result.calls.append(CallEdge(name, self.place))
         if name.startswith("torch."):
             kind = i.torch_function(name, node, arguments)

@@ -50,7 +50,10 @@ class Walk:
 
     def kind(self, node: ast.expr) -> Kind:
         """What an expression holds, at the point where it was evaluated."""
-        return i.flat(self._kinds.get(node, k.UNKNOWN))
+        found = self._kinds.get(node)
+        if found is None:
+            return k.VALUE if node.__class__ is ast.Constant else k.UNKNOWN
+        return found if found.__class__ is int else i.flat(found)
 
     def dotted(self, node: ast.expr) -> str:
         """The dotted name of an expression, imports resolved."""
@@ -84,12 +87,13 @@ class Walk:
 
     def infer(self, node: ast.expr) -> Kinds:
         """Evaluates an expression: shows it to the rules and returns what it holds."""
-        handler = _EXPRESSIONS.get(node.__class__)
-        kind: Kinds = k.UNKNOWN
-        if handler is not None:
-            kind = handler(self, node)
+        what = node.__class__
+        if what is ast.Constant:
+            return k.VALUE
+        handler = _EXPRESSIONS.get(what)
+        kind = k.UNKNOWN if handler is None else handler(self, node)
         self._kinds[node] = kind
-        for rule in self.rules.on_expression.get(node.__class__, ()):
+        for rule in self.rules.on_expression.get(what, ()):
             rule.check_expression(node, self)
         return kind
 
@@ -109,17 +113,26 @@ class Walk:
 
     def _name(self, node: ast.Name) -> Kind:
         name = node.id
+        for rule in self.rules.on_name.get(name, ()):
+            rule.check_name(node, name, self)
         found = self.env.get(name)
         if found is None:
             found = self.unit.global_kind(name)
         return found
 
     def _attribute(self, node: ast.Attribute) -> Kind:
+        kind = self._attribute_kind(node)
+        for rule in self.rules.on_attribute.get(node.attr, ()):
+            rule.check_name(node, node.attr, self)
+        return kind
+
+    def _attribute_kind(self, node: ast.Attribute) -> Kind:
         value = node.value
-        if value.__class__ is ast.Name and value.id == "self" and self.owner is not None:
-            return self._self_attribute(node.attr)
-        if value.__class__ is ast.Name and self._is_import(value.id):
-            return k.VALUE if self.dotted(node).startswith(("math.", "numpy.", "torch.")) else k.UNKNOWN
+        if isinstance(value, ast.Name):
+            if value.id == "self" and self.owner is not None:
+                return self._self_attribute(node.attr)
+            if self._is_import(value.id):
+                return k.VALUE if self.dotted(node).startswith(("math.", "numpy.", "torch.")) else k.UNKNOWN
         return i.attribute_kind(self.value(value), node.attr)
 
     def _self_attribute(self, name: str) -> Kind:
@@ -307,7 +320,6 @@ def _is_text(node: ast.expr) -> bool:
 
 
 _EXPRESSIONS: dict[type[ast.expr], Callable[[Walk, Any], Kinds]] = {
-    ast.Constant: lambda *_: k.VALUE,
     ast.Name: Walk._name,
     ast.Attribute: Walk._attribute,
     ast.BinOp: Walk._binary,

@@ -1,7 +1,7 @@
 """Walks one function once, in order, and shows every rule what it wants to see, with what is known about it."""
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from zdtrain.lint import heat as h
@@ -10,6 +10,7 @@ from zdtrain.lint import kinds as k
 from zdtrain.lint.calls import Calls
 from zdtrain.lint.heat import Heat
 from zdtrain.lint.kinds import Kind, Kinds
+from zdtrain.lint.rules.base import StatementCall
 from zdtrain.lint.source import Function
 from zdtrain.lint.walked import Gate, Place, Walked
 
@@ -84,8 +85,10 @@ class Flow(Calls):
             if statement.__class__ is ast.If and self._skips_rest(statement, body[position + 1 :]):
                 self.place = Place(self.place.loop, Gate.INTERVAL)
         if self._steps:
-            for rule in self.rules.on_block:
-                rule.check_block(body, self)
+            calls = list(_step_calls(body))
+            if calls:
+                for rule in self.rules.on_calls:
+                    rule.check_calls(calls, self)
         self.place = before
 
     def _skips_rest(self, statement: ast.If, rest: list[ast.stmt]) -> bool:
@@ -207,7 +210,7 @@ class Flow(Calls):
         if isinstance(node.value, ast.Compare | ast.BoolOp) and h.is_interval(node.value, self._is_gate):
             kind = i.flat(kind) | k.GATE
         if isinstance(node.value, ast.Tuple):
-            kind = tuple(i.flat(self._kinds.get(item, 0)) for item in node.value.elts)
+            kind = tuple(self.kind(item) for item in node.value.elts)
         for target in targets:
             self._assign(target, kind)
             if isinstance(node.value, ast.Call):
@@ -239,7 +242,7 @@ class Flow(Calls):
             return
         kind = self.infer(node.value)
         if isinstance(node.value, ast.Tuple):
-            kind = tuple(i.flat(self._kinds.get(item, 0)) for item in node.value.elts)
+            kind = tuple(self.kind(item) for item in node.value.elts)
         previous = self.result.returns
         if previous is None:
             self.result.returns = kind
@@ -333,6 +336,32 @@ class Flow(Calls):
         if first is not None and (name in i.WRAPPERS or self.kind(first) & k.LOADER):
             return self._items(first)
         return i.element(kind)
+
+
+_STEP_METHODS = frozenset(
+    (
+        "backward",
+        "manual_backward",
+        "zero_grad",
+        "step",
+        "update",
+        "unscale_",
+        "clip_grad_norm_",
+        "clip_grad_value_",
+    )
+)
+
+
+def _step_calls(body: list[ast.stmt]) -> Iterator[StatementCall]:
+    """The calls in a list of statements that make up a training step, in order."""
+    for statement in body:
+        value = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
+        if not isinstance(value, ast.Call):
+            continue
+        if isinstance(value.func, ast.Attribute) and value.func.attr in _STEP_METHODS:
+            yield StatementCall(ast.unparse(value.func.value), value.func.attr, value)
+        elif isinstance(value.func, ast.Name) and value.func.id in _STEP_METHODS:
+            yield StatementCall("", value.func.id, value)
 
 
 def _is_setting(default: ast.expr) -> bool:

@@ -1,10 +1,11 @@
 """Lints files: one by one, then again those whose functions another file's training step calls."""
 
 import ast
+import contextlib
 import gc
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,9 +25,6 @@ _MENTIONS = ("torch", "lightning", ".item()", ".cpu()", ".numpy()", ".backward("
 _FILES_PER_TASK = 16
 _POOL_FROM_FILES = 400
 _ROUNDS = 5
-_GARBAGE_THRESHOLD = (
-    200_000  # a syntax tree is many objects at once and no garbage: collecting while it grows is a third of the time
-)
 
 
 @dataclass(slots=True)
@@ -80,15 +78,11 @@ def lint_paths(paths: list[str], settings: LintSettings, *, jobs: int | None = N
     files = list(find(paths, settings))
     jobs = jobs or (len(os.sched_getaffinity(0)) if len(files) >= _POOL_FROM_FILES else 1)
     if jobs > 1:
-        with ProcessPoolExecutor(jobs, initializer=gc.set_threshold, initargs=(_GARBAGE_THRESHOLD,)) as pool:
+        with ProcessPoolExecutor(jobs, initializer=gc.disable) as pool:
             results = _rounds(files, settings, partial(pool.map, chunksize=_FILES_PER_TASK))
     else:
-        thresholds = gc.get_threshold()
-        gc.set_threshold(_GARBAGE_THRESHOLD)
-        try:
+        with _without_collection():
             results = _rounds(files, settings, map)
-        finally:
-            gc.set_threshold(*thresholds)
     findings = sorted(finding for result in results for finding in result.findings)
     return Report(
         findings=findings,
@@ -96,6 +90,18 @@ def lint_paths(paths: list[str], settings: LintSettings, *, jobs: int | None = N
         lines=sum(result.lines for result in results),
         missing=any(result.missing for result in results),
     )
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """No garbage collection inside: a syntax tree is many objects, none in a circle, freed by the last reference."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _rounds(files: list[str], settings: LintSettings, mapper: Callable[..., Iterable[FileResult]]) -> list[FileResult]:

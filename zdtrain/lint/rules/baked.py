@@ -1,4 +1,4 @@
-# ruff: noqa: D102 -- what each check sees is documented at Rule
+# ruff: noqa: D102, ARG002 -- what each check sees is documented at Rule
 """ZD201-ZD205, ZD207: what a capture bakes into the step."""
 
 import ast
@@ -39,17 +39,11 @@ class StepCounter(CaptureRule):
 
     code = "ZD201"
     name = "step-counter"
-    expressions = (ast.Name, ast.Attribute)
+    names = ("batch_idx",)
+    attributes = ("global_step", "current_epoch")
 
-    def check_expression(self, node: ast.expr, flow: Walk) -> None:
-        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-        if name == "batch_idx" and isinstance(node, ast.Name):
-            flow.report(self, node, "`batch_idx` is baked into a captured step; use a device scalar")
-        elif (
-            name in ("global_step", "current_epoch")
-            and isinstance(node, ast.Attribute)
-            and short(node.value) in ("self", "self.trainer", "trainer", "pl_module")
-        ):
+    def check_name(self, node: ast.Name | ast.Attribute, name: str, flow: Walk) -> None:
+        if isinstance(node, ast.Name) or short(node.value) in ("self", "self.trainer", "trainer", "pl_module"):
             flow.report(self, node, f"`{short(node)}` is baked into a captured step; use a device scalar")
 
 
@@ -82,15 +76,12 @@ class HostRandom(CaptureRule):
 
     code = "ZD202"
     name = "host-random"
-    expressions = (ast.Call,)
+    libraries = ("random", "numpy")
 
-    def check_expression(self, node: ast.expr, flow: Walk) -> None:
-        assert isinstance(node, ast.Call)
-        name = flow.dotted(node.func)
-        if name.startswith("numpy.random.") or (name.startswith("random.") and "random" in flow.source.imports):
-            flow.report(
-                self, node, f"`{short(node.func)}` is drawn once while capturing; use a torch function on the device"
-            )
+    def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
+        if not name.startswith("numpy.") or name.startswith("numpy.random."):
+            drawn = f"`{short(node.func)}` is drawn once while capturing"
+            flow.report(self, node, f"{drawn}; use a torch function on the device")
 
 
 class PythonState(CaptureRule):

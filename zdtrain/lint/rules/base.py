@@ -4,7 +4,7 @@ import ast
 import enum
 import inspect
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from zdtrain.lint.finding import Edit, Severity
 from zdtrain.lint.heat import Heat
@@ -27,6 +27,15 @@ class Scope(enum.Enum):
     """Everywhere, with the same severity."""
 
 
+class StatementCall(NamedTuple):
+    """A call that is a statement of its own, or the value assigned by one."""
+
+    receiver: str
+    """What the method is called on, as written; empty for a function."""
+    method: str
+    node: ast.Call
+
+
 class Rule:
     """Base of every rule: what it looks at is declared, what it finds it reports to the walk.
 
@@ -43,6 +52,14 @@ class Rule:
     """Names of methods (``x.name(…)``) whose calls it wants to see."""
     functions: ClassVar[tuple[str, ...]] = ()
     """Dotted names of functions whose calls it wants to see."""
+    libraries: ClassVar[tuple[str, ...]] = ()
+    """Top-level modules (``math``) all of whose functions' calls it wants to see."""
+    keywords: ClassVar[tuple[str, ...]] = ()
+    """Keyword arguments whose calls it wants to see."""
+    names: ClassVar[tuple[str, ...]] = ()
+    """Names that it wants to see where they are read."""
+    attributes: ClassVar[tuple[str, ...]] = ()
+    """Attributes (``x.name``) that it wants to see where they are read."""
     expressions: ClassVar[tuple[type[ast.expr], ...]] = ()
     statements: ClassVar[tuple[type[ast.stmt], ...]] = ()
     triggers: ClassVar[tuple[str, ...]] = ()
@@ -59,7 +76,13 @@ class Rule:
         return Severity.NOTE if self.scope is Scope.READ else None
 
     def check_call(self, node: ast.Call, name: str, flow: "Walk") -> None:
-        """Sees a call that `methods` or `functions` asked for."""
+        """Sees a call that `methods`, `functions` or `libraries` asked for, after its parts."""
+
+    def check_keyword(self, node: ast.Call, value: ast.expr, flow: "Walk") -> None:
+        """Sees a call with one of `keywords`, and what that is given."""
+
+    def check_name(self, node: ast.Name | ast.Attribute, name: str, flow: "Walk") -> None:
+        """Sees a name or attribute that `names` or `attributes` asked for."""
 
     def check_truth(self, node: ast.expr, flow: "Walk") -> None:
         """Sees an expression whose truth Python asks for."""
@@ -73,8 +96,8 @@ class Rule:
     def check_statement(self, node: ast.stmt, flow: "Walk") -> None:
         """Sees a statement of a type in `statements`, after its parts."""
 
-    def check_block(self, body: list[ast.stmt], flow: "Walk") -> None:
-        """Sees each list of statements of a function that takes a training step, after its parts."""
+    def check_calls(self, calls: "list[StatementCall]", flow: "Walk") -> None:
+        """Sees, for each list of statements of a function that takes a training step, the calls that make up a step."""
 
     def check_function(self, function: "Function", flow: "Walk") -> None:
         """Sees a whole function, last."""
@@ -116,18 +139,28 @@ class Rules:
         self.on_call: dict[str, list[Rule]] = {}
         self.on_expression: dict[type[ast.expr], list[Rule]] = {}
         self.on_statement: dict[type[ast.stmt], list[Rule]] = {}
+        self.on_library: dict[str, list[Rule]] = {}
+        self.on_keyword: dict[str, list[Rule]] = {}
+        self.on_name: dict[str, list[Rule]] = {}
+        self.on_attribute: dict[str, list[Rule]] = {}
         for rule in self.selected:
-            for name in rule.methods:
-                self.on_method.setdefault(name, []).append(rule)
-            for name in rule.functions:
-                self.on_call.setdefault(name, []).append(rule)
+            for table, wanted in (
+                (self.on_method, rule.methods),
+                (self.on_call, rule.functions),
+                (self.on_library, rule.libraries),
+                (self.on_keyword, rule.keywords),
+                (self.on_name, rule.names),
+                (self.on_attribute, rule.attributes),
+            ):
+                for name in wanted:
+                    table.setdefault(name, []).append(rule)
             for expression in rule.expressions:
                 self.on_expression.setdefault(expression, []).append(rule)
             for statement in rule.statements:
                 self.on_statement.setdefault(statement, []).append(rule)
         self.on_truth = self._overriding("check_truth")
         self.on_format = self._overriding("check_format")
-        self.on_block = self._overriding("check_block")
+        self.on_calls = self._overriding("check_calls")
         self.on_function = self._overriding("check_function")
         self.on_file = self._overriding("check_file")
         self.triggers = tuple({trigger for rule in self.selected for trigger in rule.triggers})

@@ -173,19 +173,16 @@ class NumpyRead(Rule):
     code = "ZD104"
     name = "numpy-read"
     methods = ("numpy",)
-    expressions = (ast.Call,)
+    libraries = ("numpy",)
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
-        if isinstance(node.func, ast.Attribute) and k.is_device_tensor(flow.kind(node.func.value)):
+        if name.startswith("numpy."):
+            if node.args and k.is_device_tensor(flow.kind(node.args[0])):
+                what = short(node.args[0])
+                flow.report(self, node, f"`{short(node.func)}` reads `{what}` back; use the torch function")
+        elif isinstance(node.func, ast.Attribute) and k.is_device_tensor(flow.kind(node.func.value)):
             what = short(node.func.value)
             flow.report(self, node, f"`{what}.numpy()` makes the host wait for the device", at_method=True)
-
-    def check_expression(self, node: ast.expr, flow: Walk) -> None:
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
-            return
-        name = flow.dotted(node.func)
-        if name.startswith("numpy.") and k.is_device_tensor(flow.kind(node.args[0])):
-            flow.report(self, node, f"`{short(node.func)}` reads `{short(node.args[0])}` back; use the torch function")
 
 
 class ListRead(Rule):

@@ -139,16 +139,12 @@ class MathOnTensor(Rule):
 
     code = "ZD112"
     name = "math-on-tensor"
-    expressions = (ast.Call,)
+    libraries = ("math", "cmath")
 
-    def check_expression(self, node: ast.expr, flow: Walk) -> None:
-        if not isinstance(node, ast.Call) or not node.args:
-            return
-        name = flow.dotted(node.func)
-        if name.startswith(("math.", "cmath.")) and any(
-            k.is_device_value(flow.kind(argument)) for argument in node.args
-        ):
-            flow.report(self, node, f"`{name}` reads `{short(node.args[0])}` back; use torch.{name.partition('.')[2]}")
+    def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
+        if any(k.is_device_value(flow.kind(argument)) for argument in node.args):
+            torch_name = f"torch.{name.partition('.')[2]}"
+            flow.report(self, node, f"`{name}` reads `{short(node.args[0])}` back; use {torch_name}")
 
 
 class DataDependentShape(Rule):
@@ -310,13 +306,11 @@ class ErrorIfNonfinite(Rule):
 
     code = "ZD115"
     name = "error-if-nonfinite"
-    expressions = (ast.Call,)
+    keywords = ("error_if_nonfinite",)
 
-    def check_expression(self, node: ast.expr, flow: Walk) -> None:
-        assert isinstance(node, ast.Call)
-        flag = keyword(node, "error_if_nonfinite") if node.keywords else None
-        if flag is not None and is_constant(flag, True):
-            flow.report(self, flag, "`error_if_nonfinite=True` reads the gradient norm in every step")
+    def check_keyword(self, node: ast.Call, value: ast.expr, flow: Walk) -> None:
+        if is_constant(value, True):
+            flow.report(self, value, "`error_if_nonfinite=True` reads the gradient norm in every step")
 
 
 class TensorAsIndex(Rule):

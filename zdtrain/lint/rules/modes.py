@@ -81,17 +81,23 @@ class AnomalyMode(Rule):
     name = "anomaly-mode"
     severity = Severity.WARNING
     scope = Scope.ANYWHERE
-    expressions = (ast.Call,)
+    methods = ("set_detect_anomaly", "detect_anomaly")
+    keywords = ("detect_anomaly",)
     triggers = ("detect_anomaly",)
 
-    def check_expression(self, node: ast.expr, flow: Walk) -> None:
-        assert isinstance(node, ast.Call)
-        name = flow.dotted(node.func)
+    def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
         if is_constant(keyword(node, "check_nan"), False):
             return  # keeps tracebacks only, reads nothing
-        switched_on = name.endswith("set_detect_anomaly") and node.args and is_constant(node.args[0], True)
-        if switched_on or name == "torch.autograd.detect_anomaly" or is_constant(keyword(node, "detect_anomaly"), True):
-            flow.report(self, node, "anomaly mode reads every gradient back; use a NonFinite monitor")
+        switch = node.args[0] if node.args else None
+        if name.endswith("set_detect_anomaly") == is_constant(switch, True):
+            self._report(node, flow)
+
+    def check_keyword(self, node: ast.Call, value: ast.expr, flow: Walk) -> None:
+        if is_constant(value, True):
+            self._report(node, flow)
+
+    def _report(self, node: ast.Call, flow: Walk) -> None:
+        flow.report(self, node, "anomaly mode reads every gradient back; use a NonFinite monitor")
 
 
 class EmptyCache(Rule):

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from zdtrain.lint import kinds as k
 from zdtrain.lint.expressions import Walk
 from zdtrain.lint.finding import Severity
-from zdtrain.lint.infer import keyword
 from zdtrain.lint.rules.base import AnywhereRule, Scope, short
 from zdtrain.lint.source import Function
 
@@ -260,24 +259,22 @@ class HardCodedDevice(AnywhereRule):
 
     code = "ZD514"
     name = "hard-coded-device"
-    methods = ("cuda",)
-    expressions = (ast.Call,)
+    methods = ("cuda", "to")
+    keywords = ("device",)
     triggers = ("cuda",)
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
-        if self._in_lightning(flow) and not flow.dotted(node.func).startswith("torch."):
+        if name == "cuda" and self._in_lightning(flow):
             flow.report(
                 self, node, "`.cuda()` fixes the device; the trainer chooses it: use self.device", at_method=True
             )
+        elif name == "to" and node.args:
+            self.check_keyword(node, node.args[0], flow)
 
-    def check_expression(self, node: ast.expr, flow: Walk) -> None:
-        assert isinstance(node, ast.Call)
-        device = keyword(node, "device") or (
-            node.args[0] if getattr(node.func, "attr", "") == "to" and node.args else None
-        )
-        fixed = isinstance(device, ast.Constant) and isinstance(device.value, str) and device.value.startswith("cuda")
-        if device is not None and fixed and self._in_lightning(flow):
-            flow.report(self, device, f"{short(device)} fixes the device; the trainer chooses it: use self.device")
+    def check_keyword(self, node: ast.Call, value: ast.expr, flow: Walk) -> None:
+        fixed = isinstance(value, ast.Constant) and isinstance(value.value, str) and value.value.startswith("cuda")
+        if fixed and self._in_lightning(flow):
+            flow.report(self, value, f"{short(value)} fixes the device; the trainer chooses it: use self.device")
 
     @staticmethod
     def _in_lightning(flow: Walk) -> bool:

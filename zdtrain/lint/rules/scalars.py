@@ -241,16 +241,15 @@ class IntermediateGrad(Rule):
     name = "intermediate-grad"
     severity = Severity.WARNING
     scope = Scope.HOT
-    expressions = (ast.Attribute,)
+    attributes = ("grad",)
 
-    def check_expression(self, node: ast.expr, flow: Walk) -> None:
-        assert isinstance(node, ast.Attribute)
-        if node.attr != "grad" or not isinstance(node.value, ast.Name) or not isinstance(node.ctx, ast.Load):
+    def check_name(self, node: ast.Name | ast.Attribute, name: str, flow: Walk) -> None:
+        owner = getattr(node, "value", None)
+        if not isinstance(owner, ast.Name):
             return
-        kind = flow.kind(node.value)
-        kept = f"{node.value.id}.retain_grad(" in flow.source.segment(flow.function)
-        if kind & k.GRAPH and kind & k.TENSOR and not kept:
-            flow.report(self, node, f"`{short(node)}` is None: call `{node.value.id}.retain_grad()` before backward")
+        kind = flow.kind(owner)
+        if kind & k.GRAPH and kind & k.TENSOR and f"{owner.id}.retain_grad(" not in flow.source.segment(flow.function):
+            flow.report(self, node, f"`{owner.id}.grad` is None: call `{owner.id}.retain_grad()` before backward")
 
 
 class ParameterMoved(Rule):

@@ -2,23 +2,11 @@
 """ZD302-ZD306, ZD310: the order of a training step."""
 
 import ast
-from collections.abc import Iterator
 
 from zdtrain.lint import kinds as k
 from zdtrain.lint.expressions import Walk
 from zdtrain.lint.finding import Severity
-from zdtrain.lint.rules.base import Rule, Scope, short
-
-
-def _calls(body: list[ast.stmt]) -> Iterator[tuple[str, str, ast.Call]]:
-    """Method calls that are statements of a block, in order: receiver, method, call."""
-    for statement in body:
-        value = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
-        if isinstance(value, ast.Call):
-            if isinstance(value.func, ast.Attribute):
-                yield short(value.func.value, 200), value.func.attr, value
-            elif isinstance(value.func, ast.Name):
-                yield "", value.func.id, value
+from zdtrain.lint.rules.base import Rule, Scope, StatementCall, short
 
 
 def _is_optimizer(receiver: str) -> bool:
@@ -64,10 +52,10 @@ class GradientsWiped(_OrderRule):
     code = "ZD302"
     name = "gradients-wiped"
 
-    def check_block(self, body: list[ast.stmt], flow: Walk) -> None:
+    def check_calls(self, calls: list[StatementCall], flow: Walk) -> None:
         fresh = False
         wiped: dict[str, ast.Call] = {}
-        for receiver, method, call in _calls(body):
+        for receiver, method, call in calls:
             if method in ("backward", "manual_backward"):
                 fresh, wiped = True, {}
             elif method == "zero_grad" and fresh and _is_optimizer(receiver):
@@ -115,10 +103,9 @@ class MissingZeroGrad(_OrderRule):
     name = "missing-zero-grad"
     severity = Severity.WARNING
 
-    def check_block(self, body: list[ast.stmt], flow: Walk) -> None:
+    def check_calls(self, calls: list[StatementCall], flow: Walk) -> None:
         if not flow.in_step_loop or "zero_grad" in flow.source.text or ".grad = None" in flow.source.text:
             return
-        calls = list(_calls(body))
         if not any(method == "backward" for _, method, _ in calls):
             return
         for receiver, method, call in calls:
@@ -160,9 +147,9 @@ class SchedulerFirst(_OrderRule):
     name = "scheduler-first"
     severity = Severity.WARNING
 
-    def check_block(self, body: list[ast.stmt], flow: Walk) -> None:
+    def check_calls(self, calls: list[StatementCall], flow: Walk) -> None:
         first: ast.Call | None = None
-        for receiver, method, call in _calls(body):
+        for receiver, method, call in calls:
             if method != "step":
                 continue
             if "sched" in receiver.lower():
@@ -208,8 +195,7 @@ class ClipOrder(_OrderRule):
     code = "ZD305"
     name = "clip-order"
 
-    def check_block(self, body: list[ast.stmt], flow: Walk) -> None:
-        calls = list(_calls(body))
+    def check_calls(self, calls: list[StatementCall], flow: Walk) -> None:
         methods = [method for _, method, _ in calls]
         steps = [at for at, (receiver, method, _) in enumerate(calls) if method == "step" and _is_optimizer(receiver)]
         backwards = [at for at, method in enumerate(methods) if method in ("backward", "manual_backward")]
@@ -262,11 +248,11 @@ class ClipScaled(_OrderRule):
     code = "ZD306"
     name = "clip-scaled"
 
-    def check_block(self, body: list[ast.stmt], flow: Walk) -> None:
-        clips = [call for _, method, call in _calls(body) if method.startswith("clip_grad_")]
+    def check_calls(self, calls: list[StatementCall], flow: Walk) -> None:
+        clips = [call for _, method, call in calls if method.startswith("clip_grad_")]
         if not clips:
             return
-        scaled = any(".scale(" in receiver and method == "backward" for receiver, method, _ in _calls(body))
+        scaled = any(".scale(" in receiver and method == "backward" for receiver, method, _ in calls)
         if scaled and "unscale_" not in flow.source.segment(flow.function):
             flow.report(self, clips[0], "unscale the gradients first: `scaler.unscale_(optimizer)`")
 
