@@ -88,7 +88,9 @@ class Drain:
         if self._idle[size]:
             return self._idle[size].pop()
         runtime = self.runtime
-        return Carrier(buffer=runtime.pinned((size,), torch.float64), written=runtime.event(), done=runtime.event())
+        with torch.inference_mode(False):  # a buffer made while validating is used again while training
+            buffer = runtime.pinned((size,), torch.float64)
+        return Carrier(buffer=buffer, written=runtime.event(), done=runtime.event())
 
     def poll(self) -> None:
         """Hand over what has arrived; waits only for what is more than `MAX_LAG` deliveries behind."""

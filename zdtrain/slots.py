@@ -34,9 +34,10 @@ class SlotBank:
         self.size = 0
         self.written: dict[int, Any] = {}  # slots whose value is not folded into the epoch yet, by index
         self.fresh: set[int] = set()  # indices written in the current step
-        self._values = torch.zeros(BANK_CAPACITY, dtype=dtype, device=device)  # shape=(64,), this step's values
-        self._totals = torch.full_like(self._values, IDENTITY[reduction])  # shape=(64,), accumulated over the epoch
-        self._scratch = torch.empty_like(self._values)
+        with torch.inference_mode(False):  # a bank made while validating is reset by the trainer afterwards
+            self._values = torch.zeros(BANK_CAPACITY, dtype=dtype, device=device)  # shape=(64,), this step's values
+            self._totals = torch.full_like(self._values, IDENTITY[reduction])  # shape=(64,), accumulated over the epoch
+            self._scratch = torch.empty_like(self._values)
         self._narrow()
 
     @property
