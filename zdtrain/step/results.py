@@ -35,7 +35,7 @@ class MetricSlot(_ResultMetric):
         Metric.__init__(self)  # not _ResultMetric's: it would register states of its own
         self.is_tensor = True
         self.meta = meta
-        self.has_reset = False
+        self.has_reset = True  # nothing to show before the first value
         self.reduction: Reduction = meta.reduce_fx.__name__ if meta.on_epoch else "step"  # type: ignore[assignment]
         self.weight: Any = 0  # batch sizes seen this epoch; a Tensor where the user logs tensor batch sizes
         self.pending: Any = None  # batch size of a value that is not folded into the epoch yet
