@@ -64,7 +64,7 @@ class EpochLoop(_TrainingEpochLoop):
         progress.is_last_batch = data_fetcher.done
         progress.increment_ready()
         connector: LoggerConnector = self.trainer._logger_connector
-        connector.on_batch_start(batch)
+        connector.start_step(self.results, batch)
         last = self._num_ready_batches_reached()
         outputs: Any = None
         stop = False
@@ -100,13 +100,24 @@ class EpochLoop(_TrainingEpochLoop):
         """Validate, update plateau schedulers and count, where there is any of it to do."""
         plan, trainer = self.plan, self.trainer
         trainer._logger_connector.drain.poll()
-        if plan is None or plan.validates or plan.step_plateaus or trainer.should_stop or self._skip_next_val:
+        if plan is None or plan.step_plateaus or trainer.should_stop or self._skip_next_val or self._may_validate(plan):
             super().on_advance_end(data_fetcher)
             return
         if not self._should_accumulate():
             self._batches_that_stepped += 1
         if trainer.received_sigterm and not self._is_training_done:
             raise SIGTERMException
+
+    def _may_validate(self, plan: StepPlan) -> bool:
+        """Return False where validation is certainly not due; whether it is, stock decides."""
+        trainer = self.trainer
+        every = trainer.val_check_batch
+        if not plan.validates:
+            return False
+        if self.batch_progress.is_last_batch or not isinstance(every, int):
+            return True
+        ready = self.batch_progress.current if trainer.check_val_every_n_epoch else self.batch_progress.total
+        return ready.ready % every == 0
 
 
 # The profiler names its actions after the class.
