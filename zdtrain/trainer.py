@@ -6,10 +6,11 @@ from typing import Any
 
 from lightning.pytorch import Trainer as LightningTrainer
 
-from zdtrain.config import TrainerOptions
+from zdtrain.config import Capture, TrainerOptions
 from zdtrain.consumers.steps import StepStream
 from zdtrain.device import runtime_for
 from zdtrain.drain import Drain
+from zdtrain.loop.capturing import CanCapture
 from zdtrain.loop.connector import LoggerConnector
 from zdtrain.loop.epoch import EpochLoop
 from zdtrain.loop.rows import StepRows
@@ -20,7 +21,7 @@ from zdtrain.scalars import DeviceScalars
 from zdtrain.step.results import StepResults
 
 
-class Trainer(CanTakeBackStop, LightningTrainer):
+class Trainer(CanTakeBackStop, CanCapture, LightningTrainer):
     """Lightning's Trainer with a training loop that does not wait for the device.
 
     Takes every argument of `lightning.pytorch.Trainer`, and the fields of `zdtrain.config.TrainerOptions`.
@@ -30,6 +31,10 @@ class Trainer(CanTakeBackStop, LightningTrainer):
             `RunRecorder` for full control.
         scalars: Numbers that live on the device as 0-D tensors, by name: ``trainer.scalars.alpha`` reads one, assigning
             to it writes it in place. They are saved in checkpoints.
+        capture: Record the training step once and replay it: ``"off"``, ``"graph"``, ``"compile"``, or ``"auto"``,
+            which is ``"graph"`` on CUDA and ``"off"`` elsewhere. What cannot be recorded runs eagerly and is named in
+            `capture_report`. The environment variable ZDTRAIN_CAPTURE wins.
+        verify_capture: Compare every recorded step with an eager one before it is trusted, and again once an epoch.
         lightning_quirks: Keep stock Lightning's behaviour where zdtrain trains differently on purpose.
         **kwargs: Arguments of `lightning.pytorch.Trainer`.
 
@@ -46,10 +51,18 @@ class Trainer(CanTakeBackStop, LightningTrainer):
         *,
         records: bool | str | Path | RunRecorder = False,
         scalars: dict[str, Any] | DeviceScalars | None = None,
+        capture: Capture = "auto",
+        verify_capture: bool = True,
         lightning_quirks: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.options = TrainerOptions(records=records, scalars=scalars, lightning_quirks=lightning_quirks)
+        self.options = TrainerOptions(
+            records=records,
+            scalars=scalars,
+            capture=capture,
+            verify_capture=verify_capture,
+            lightning_quirks=lightning_quirks,
+        )
         self._stop_requests = LatchedStop() if lightning_quirks else StopRequests()
         super().__init__(**kwargs)
         self.drain = Drain(runtime_for(self.strategy.root_device))
@@ -85,7 +98,8 @@ class Trainer(CanTakeBackStop, LightningTrainer):
 
     def _run_stage(self) -> Any:
         try:
-            return super()._run_stage()
+            with self._capturing():
+                return super()._run_stage()
         finally:
             self._connector.flush()  # nothing that a finished step logged is lost, whatever ended the stage
 

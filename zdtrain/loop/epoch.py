@@ -12,6 +12,7 @@ from zdtrain.loop.connector import LoggerConnector
 from zdtrain.loop.plan import StepPlan, reasons_for_stock
 from zdtrain.step.optimization import WindowedOptimization
 from zdtrain.step.results import StepResults
+from zdtrain.step.session import CaptureSession
 
 
 class EpochLoop(_TrainingEpochLoop):
@@ -31,6 +32,7 @@ class EpochLoop(_TrainingEpochLoop):
         self._results = self.results = StepResults(training=True)
         self.val_loop._results = StepResults(training=False)
         self.plan: StepPlan | None = None
+        self.captures: CaptureSession | None = None  # the Trainer's, while it captures steps
         self.fallbacks: list[FallbackReason] = []
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:

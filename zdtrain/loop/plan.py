@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from zdtrain.errors import FallbackReason
 from zdtrain.loop.feed import Feed
+from zdtrain.step.captured import CapturedStep
 from zdtrain.step.eager import EagerStep
 from zdtrain.step.hooks import Hooks, overrides
 from zdtrain.step.optimization import WindowedOptimization
@@ -59,7 +60,8 @@ class StepPlan:
     def __init__(self, trainer: Trainer, fetcher: _DataFetcher) -> None:
         self.hooks = Hooks(trainer)
         self.feed = Feed(trainer, fetcher)
-        self.step = EagerStep(trainer, self.hooks)
+        captures = trainer.fit_loop.epoch_loop.captures
+        self.step = CapturedStep(trainer, self.hooks, captures) if captures else EagerStep(trainer, self.hooks)
         configs = trainer.lr_scheduler_configs
         self.step_schedulers = any(c.interval == "step" and not c.reduce_on_plateau for c in configs)
         self.step_plateaus = any(c.interval == "step" and c.reduce_on_plateau for c in configs)

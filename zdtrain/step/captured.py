@@ -1,0 +1,345 @@
+"""The training step as a captured program: warm up on real batches, record, verify, replay."""
+
+import time
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from zdtrain.errors import FallbackReason
+from zdtrain.step.carried import Carried
+from zdtrain.step.eager import EagerStep
+from zdtrain.step.hooks import Hooks
+from zdtrain.step.key import fingerprint, flatten_batch, python_state, signature
+from zdtrain.step.noted import NotedIndex, NotedLog
+from zdtrain.step.observe import Observation, attribute_reason, obstacles
+from zdtrain.step.obstacles import HOOKS_INSIDE, changes_between_steps, hooks_inside, module_obstacles
+from zdtrain.step.optimizers import Inside
+from zdtrain.step.recording import Recorder, Recording, Surroundings
+from zdtrain.step.results import StepResults
+from zdtrain.step.rollback import HostState
+from zdtrain.step.session import MAX_MISFITS, WATCHED_STEPS, CaptureSession, Entry
+from zdtrain.step.tape import record
+from zdtrain.step.verify import Saved, first_mismatch, rng_mismatch
+
+Region = Callable[[], Any]
+MAX_FINGERPRINTS = 16
+
+
+class CapturedStep(EagerStep):
+    """An `EagerStep` that records what it does once per key and replays it.
+
+    The *region* that a program covers is the closure of the optimizer's step, or, where the optimizer's math can be
+    recorded, the whole of ``optimizer.step(closure)``, and the fold of logged values into the epoch.
+
+    Args:
+        trainer: The Trainer, with its module attached.
+        hooks: The overridden step hooks.
+        session: Programs and counts, kept for the whole fit.
+    """
+
+    def __init__(self, trainer: Trainer, hooks: Hooks, session: CaptureSession) -> None:
+        self._session = session
+        self._results: StepResults = trainer.fit_loop.epoch_loop._results  # type: ignore[assignment]
+        self._connector: Any = trainer._logger_connector
+        super().__init__(trainer, hooks)
+        self._entry: Entry | None = None
+        self._tensor_leaves: list[Tensor] = []
+        self._obstacles = tuple(module_obstacles(self._module))
+        self._look_every_step = changes_between_steps(self._module, trainer.callbacks)  # type: ignore[attr-defined]
+        self._validations = -1
+        self._fingerprint = 0
+        self._values: dict[Any, Any] = {}
+
+    def _use(self, optimizer: torch.optim.Optimizer) -> None:
+        super()._use(optimizer)
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        everything = {id(p): p for p in (*own, *self._module.parameters())}
+        self._surroundings = Surroundings(
+            module=self._module,
+            optimizer=optimizer,
+            parameters=list(everything.values()),
+            results=self._results,
+            connector=self._trainer._logger_connector,
+            zero_grad=self._progress.zero_grad,
+        )
+        self._inside = self._session.inside(optimizer)
+
+    def run(self, batch: Any, batch_idx: int, accumulate: bool) -> dict[str, Any]:
+        """Train on `batch`; see `EagerStep.run`."""
+        self._entry = self._find_entry(batch, batch_idx, accumulate)
+        try:
+            return super().run(batch, batch_idx, accumulate)
+        finally:
+            self._entry = None
+            self._tensor_leaves = []
+
+    def _find_entry(self, batch: Any, batch_idx: int, accumulate: bool) -> Entry | None:
+        """Return what is known of steps like this one; None where they run eagerly whatever they are."""
+        reasons = self._obstacles
+        if HOOKS_INSIDE - self._hooks.nobody:
+            callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+            reasons = (*reasons, *hooks_inside(self._module, callbacks, self._hooks))
+        for reason in reasons:
+            self._session.note(reason)
+        if reasons:
+            return None
+        leaves, structure = flatten_batch(batch)
+        self._tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        try:
+            layout = signature(leaves)
+        except TypeError as error:
+            self._session.note(
+                FallbackReason(code="batch-type", message=f"the batch holds a {error}, which is no tensor or number")
+            )
+            return None
+        window = self._trainer.accumulate_grad_batches
+        phase: tuple[Any, ...] = (batch_idx % window == 0, accumulate, self._optimization.divisor(batch_idx))
+        if self._trainer.num_training_batches == float("inf"):
+            phase = (*phase, batch_idx % window)
+        parameters = self._surroundings.parameters
+        key = (
+            structure if isinstance(structure, type) else str(structure),
+            id(self._optimizer),
+            layout,
+            phase,
+            self._current_fingerprint(),
+            tuple([p.grad is None for p in parameters]) if window > 1 or self._zeroes_its_own_way else None,
+            self._inside.key() if self._inside is not None and not accumulate else None,
+            self._trainer.gradient_clip_val,
+            self._trainer.gradient_clip_algorithm,
+            self._trainer.current_epoch if self._session.epoch_in_key else None,
+            torch.get_default_dtype(),
+        )
+        return self._session.entry(key, lambda: describe(leaves, phase))
+
+    def _current_fingerprint(self) -> int:
+        validations = self._trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready
+        if validations != self._validations or self._look_every_step:
+            self._validations = validations
+            self._fingerprint = self._number_of(fingerprint(self._module))
+        return self._fingerprint
+
+    def _number_of(self, value: Hashable) -> int:
+        known = self._session.fingerprints
+        number = known.setdefault(value, len(known))
+        if number != self._fingerprint and self._look_every_step:
+            values = python_state(self._module)
+            if number >= MAX_FINGERPRINTS:
+                changed = [place for place, now in values.items() if self._values.get(place, now) != now]
+                for path, name in changed:
+                    self._session.note(attribute_reason(self._module, path, name, when="between steps"))
+            self._values = values
+        return number
+
+    # The region is the closure, or everything around it.
+
+    def _accumulate(self) -> None:
+        self._through(super()._accumulate)
+
+    def _step_optimizer(self) -> None:
+        if self._inside is not None and self._entry is not None:
+            self._through(super()._step_optimizer, self._inside)
+        else:
+            super()._step_optimizer()
+
+    def _closure(self) -> Tensor | None:
+        if self._inside is not None or self._entry is None:
+            return super()._closure()
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return self._closure()
+        self._through(super()._closure)
+        return self._loss
+
+    def _through(self, region: Region, covers: Inside | None = None) -> None:
+        """Run the region: as it is, watched, recorded, compared with its program, or as a replay."""
+        entry, session = self._entry, self._session
+        first = self._connector._first_loop_iter is not False
+        if entry is None or entry.reason is not None:
+            self._eagerly(region)
+        elif entry.recording is None and (first or not entry.warm):
+            entry.warm = True  # on an epoch's first batch Lightning declares and resets what is logged
+            self._eagerly(region)
+        elif entry.recording is None and len(entry.observations) < WATCHED_STEPS:
+            self._watch(entry, region)
+        elif entry.recording is None:
+            self._capture(entry, region, covers)
+        elif not entry.recording.fits(self._inputs(entry)):
+            self._misfit(entry, region)
+        elif session.verify and entry.verified_epoch != self._trainer.current_epoch:
+            self._verify(entry, entry.recording, region)
+        else:
+            self._replay(entry, entry.recording)
+
+    def _eagerly(self, region: Region) -> None:
+        self._session.steps_eager += 1
+        region()
+
+    def _training_step(self) -> Any:
+        watch = self._session.watch
+        if watch is None:
+            return super()._training_step()
+        log, index = self._log, self._batch_idx
+        self._log = self._attributes["log"] = NotedLog(log, watch)  # type: ignore[assignment,arg-type]
+        self._batch_idx = NotedIndex(index, watch)
+        try:
+            return super()._training_step()
+        finally:
+            self._log, self._batch_idx = log, index
+
+    def _watch(self, entry: Entry, region: Region) -> None:
+        """Run the region eagerly and look at what it does; decide once there is something to compare."""
+        session, around = self._session, self._surroundings
+        earlier = entry.observations[0] if entry.observations else None
+        self._results.commit()
+        seen = Observation(
+            self._module,
+            CapturedStep._through.__code__,
+            [tensor for tensor in self._inputs(entry) if tensor is not None],
+            find_draw=earlier is not None and earlier.draws,
+        )
+        counts = around.metric_counts()
+        session.watch = seen.watch
+        try:
+            with self._recordable():
+                seen.run(lambda: self._eagerly(region), self._handed_over)
+        finally:
+            session.watch = None
+        session.host_reads += seen.watch.host_reads
+        session.epoch_in_key = session.epoch_in_key or seen.watch.epoch_read
+        if self._loss is None:
+            seen.reasons.append(FallbackReason(code="no-loss", message="training_step returned None"))
+        for metric, count in counts:
+            if metric.is_tensor and metric._update_count != count:
+                what = f"self.log({metric.meta.name!r}, ..., enable_graph=True) keeps the graph of every step"
+                seen.reasons.append(FallbackReason(code="logged-graph", message=what))
+        entry.observations.append(seen)
+        if earlier is not None:
+            session.refuse(entry, list(obstacles(earlier, seen)))
+            entry.carried, entry.updates = Carried(self._module, seen.carried), seen.updates
+            earlier.release()
+            seen.release()
+        elif not seen.draws:
+            session.refuse(entry, list(dict.fromkeys(seen.reasons)))
+
+    def _recordable(self) -> AbstractContextManager[None]:
+        return self._inside.recording() if self._inside is not None else nullcontext()
+
+    def _handed_over(self) -> list[Any]:
+        """Return the tensors that belong to somebody after the step."""
+        return [
+            self._loss,
+            *(leaf for leaf in pytree.tree_leaves(self._output) if isinstance(leaf, Tensor)),
+            *(p.grad for p in self._surroundings.parameters),
+            *(value for m in self._results.values() for value in (m._computed, m._forward_cache)),
+        ]
+
+    def _inputs(self, entry: Entry) -> list[Tensor | None]:
+        """Return what a program may read and that is another tensor in every step."""
+        carried = entry.carried.tensors() if entry.carried is not None else []
+        return [*self._tensor_leaves, *(p.grad for p in self._surroundings.parameters), *carried]
+
+    def _capture(self, entry: Entry, region: Region, covers: Inside | None) -> None:
+        """Record the region while it runs; where that fails, take it back and run it as it is."""
+        session, around, carried = self._session, self._surroundings, entry.carried
+        assert carried is not None
+        self._results.commit()
+        inputs = self._inputs(entry)
+        host = HostState(around)
+        saved = Saved(around.tensors(inputs), session.runtime)
+        start = time.perf_counter()
+        recorder = Recorder(around, carried)
+
+        def recorded() -> list[Any]:
+            region()
+            return recorder.outputs(self._loss, self._output)
+
+        try:
+            with self._recordable():  # outside: filling the learning rates is no part of the program
+                program = record(recorded, inputs, lowered=session.capture == "compile")
+        except Exception as error:  # whatever the tracer cannot do; an error of the step itself comes again below
+            host.restore()
+            saved.restore()
+            self._eagerly(region)
+            session.refuse(entry, [failure("recording the step failed", error)])
+            return
+        entry.recording = Recording(
+            program, recorder, updates=entry.updates, covers=covers, inputs=inputs, n_leaves=len(self._tensor_leaves)
+        )
+        entry.verified_epoch = None
+        entry.operations, entry.includes_optimizer = len(program), covers is not None
+        entry.captures += 1
+        entry.capture_seconds += time.perf_counter() - start
+        session.steps_replayed += 1
+
+    def _replay(self, entry: Entry, recording: Recording) -> None:
+        recording.prepare()
+        outputs = recording.program.run(self._inputs(entry))
+        self._loss, self._output = recording.accept(outputs)
+        self._ran = True
+        entry.misfits = 0
+        entry.replays += 1
+        self._session.steps_replayed += 1
+
+    def _misfit(self, entry: Entry, region: Region) -> None:
+        """Run a step eagerly whose program can't take what is there now; record again if that goes on."""
+        entry.misfits += 1
+        if entry.misfits == MAX_MISFITS:
+            entry.recording, entry.misfits = None, 0
+        self._eagerly(region)
+
+    def _verify(self, entry: Entry, recording: Recording, region: Region) -> None:
+        """Run the program, take it back, run the region eagerly and compare."""
+        session, around = self._session, self._surroundings
+        start = time.perf_counter()
+        recording.prepare()
+        inputs = self._inputs(entry)
+        saved = Saved(around.tensors(inputs), session.runtime)
+        try:
+            outputs = recording.program.run(inputs)
+        except Exception as error:  # lowering happens here, and what cannot be lowered runs eagerly
+            saved.restore()
+            self._eagerly(region)
+            session.refuse(entry, [failure("running the program failed", error)])
+            return
+        got = Saved({**around.tensors(inputs), **recording.named(outputs)}, session.runtime)
+        saved.restore()
+        before_region = time.perf_counter()
+        self._eagerly(region)
+        self._results.commit()
+        region_seconds = time.perf_counter() - before_region
+        want = {"loss": self._loss, **around.tensors(inputs)}
+        leaves = [leaf for leaf in pytree.tree_leaves(self._output) if isinstance(leaf, Tensor)]
+        want.update({f"output {index}": leaf for index, leaf in enumerate(leaves)})
+        exact = session.capture != "compile"
+        mismatch = rng_mismatch(session.runtime.rng_state(), got.rng) or first_mismatch(want, got.copies, exact=exact)
+        entry.verified_epoch = self._trainer.current_epoch
+        entry.verifications += 1
+        entry.verification = str(mismatch or ("equal" if exact else "within tolerance"))
+        entry.verify_seconds += time.perf_counter() - start - region_seconds
+        if mismatch is not None:
+            what = f"the program and an eager step from the same state disagree: {mismatch}"
+            session.refuse(entry, [FallbackReason(code="verification", message=what)])
+
+
+def failure(what: str, error: Exception) -> FallbackReason:
+    """Return the reason for an error in capturing."""
+    lines = str(error).strip().splitlines() or [""]
+    return FallbackReason(code="untraceable", message=f"{what}: {type(error).__name__}: {lines[0][:200]}")
+
+
+def describe(leaves: list[Any], phase: tuple[Any, ...]) -> str:
+    """Return the key of a step in words."""
+    shapes = [
+        f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves if isinstance(leaf, Tensor)
+    ]
+    first, accumulates, divisor, *_ = phase
+    if divisor == 1 and first and not accumulates:
+        return ", ".join(shapes)
+    part = "only" if first and not accumulates else "first" if first else "middle" if accumulates else "last"
+    return f"{', '.join(shapes)}; {part} batch of {divisor}"

@@ -1,0 +1,90 @@
+"""Tensors that modules hold as attributes and a step replaces: programs take the old ones and return the new ones."""
+
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from zdtrain.step.key import LIGHTNING_ATTRIBUTES, MODULE_ATTRIBUTES, is_metric
+
+
+class Place(NamedTuple):
+    """Where a module keeps a tensor."""
+
+    path: str
+    """Path of the module."""
+    name: str
+    """Name of the buffer or attribute."""
+    is_buffer: bool
+    """Whether it is a registered buffer."""
+
+    def __str__(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+
+def held_tensors(root: nn.Module) -> dict[Place, Tensor]:
+    """Return the buffers of all modules and the tensors among their attributes."""
+    found: dict[Place, Tensor] = {}
+    for path, module in root.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                found[Place(path, name, True)] = buffer
+        for name, value in module.__dict__.items():
+            if isinstance(value, Tensor) and name not in MODULE_ATTRIBUTES and name not in LIGHTNING_ATTRIBUTES:
+                found[Place(path, name, False)] = value
+    return found
+
+
+def replaced(before: Mapping[Place, Tensor], after: Mapping[Place, Tensor]) -> tuple[Place, ...]:
+    """Return the places that hold another tensor object afterwards."""
+    return tuple(place for place, tensor in after.items() if before.get(place) is not tensor)
+
+
+class Carried:
+    """The tensors at certain places of a module, read before a program runs and replaced after.
+
+    Args:
+        root: The module that `places` refer to.
+        places: What a step replaces.
+    """
+
+    def __init__(self, root: nn.Module, places: tuple[Place, ...]) -> None:
+        self.places = places
+        self._holders = [
+            (module._buffers if place.is_buffer else module.__dict__, place.name)
+            for place in places
+            for module in (root.get_submodule(place.path),)
+        ]
+
+    def tensors(self) -> list[Tensor | None]:
+        """Return what the places hold now; None for what is no tensor."""
+        held = [holder.get(name) for holder, name in self._holders]
+        return [value if isinstance(value, Tensor) else None for value in held]
+
+    def replace(self, tensors: list[Tensor]) -> None:
+        """Put a step's new tensors in their places."""
+        for (holder, name), tensor in zip(self._holders, tensors, strict=True):
+            holder[name] = tensor
+
+
+def metric_counts(root: nn.Module) -> dict[str, int]:
+    """Return how often each torchmetrics metric was updated, by module path."""
+    return {path: module._update_count for path, module in root.named_modules() if is_metric(module)}
+
+
+def count_updates(root: nn.Module, updates: Mapping[str, int]) -> None:
+    """Do the host's share of a replayed metric update: count it and drop the value computed before."""
+    for path, times in updates.items():
+        state = root.get_submodule(path).__dict__
+        state["_update_count"] += times
+        state["_computed"] = None
+
+
+def updates_between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    """Return how often a step updated each metric that it updated."""
+    return {path: count - before.get(path, 0) for path, count in after.items() if count != before.get(path, 0)}
+
+
+def signature_key(tensors: list[Tensor | None]) -> tuple[Hashable, ...]:
+    """Return the layout of carried tensors; a program holds for one."""
+    return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in tensors])

@@ -1,0 +1,120 @@
+"""What a captured step depends on besides tensor values: inputs' layout, and Python numbers that it would bake in."""
+
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+# Written by Lightning around every hook, or caches of torchmetrics that are accounted for elsewhere.
+LIGHTNING_ATTRIBUTES = frozenset({"_current_fx_name", "_metric_attributes", "_trainer", "_fabric", "log"})
+METRIC_ATTRIBUTES = frozenset({"_update_count", "_computed", "_forward_cache", "_update_called", "_cache"})
+MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
+MAX_ITEMS = 64
+MAX_DEPTH = 4
+_PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format, Enum, type)
+
+
+def flatten_batch(batch: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of a batch and how to put them together again; `unflatten_batch` is the inverse."""
+    kind = type(batch)
+    if kind is Tensor:
+        return [batch], Tensor
+    if (kind is tuple or kind is list) and all(type(item) is Tensor for item in batch):
+        return list(batch), kind  # the common batch, past pytree's dispatch
+    return pytree.tree_flatten(batch)
+
+
+def unflatten_batch(leaves: Sequence[Any], structure: Any) -> Any:
+    """Return the batch that `flatten_batch` took apart, with `leaves` in the place of the old ones."""
+    if structure is Tensor:
+        return leaves[0]
+    if structure is tuple or structure is list:
+        return structure(leaves)
+    return pytree.tree_unflatten(list(leaves), structure)
+
+
+def signature(values: Sequence[Any]) -> tuple[Hashable, ...]:
+    """Return what has to agree before a program may take `values` as inputs: layout of tensors, other leaves by value.
+
+    Raises:
+        TypeError: A leaf is neither a tensor nor a plain value.
+    """
+    return tuple([_signature_of(value) for value in values])
+
+
+def _signature_of(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return (value.shape, value.dtype, value.stride(), value.device, value.requires_grad, type(value))
+    if isinstance(value, (*_PLAIN, float)):
+        return (type(value), value)
+    raise TypeError(type(value).__name__)
+
+
+def python_state(root: nn.Module) -> dict[tuple[str, str], Hashable]:
+    """Return the Python values that modules keep as attributes, by module path and attribute name.
+
+    Tensors that are attributes are left out: a program holds or carries those.
+    """
+    return {
+        (path, name): frozen(value)
+        for path, module, name, value in attributes(root)
+        if not isinstance(value, Tensor | nn.Module)
+    }
+
+
+def attributes(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Yield path, module, name and value of every attribute of `root` and its submodules that users may have set."""
+    for path, module in root.named_modules():
+        ignored = METRIC_ATTRIBUTES if is_metric(module) else frozenset()
+        for name, value in list(module.__dict__.items()):
+            if name not in MODULE_ATTRIBUTES and name not in LIGHTNING_ATTRIBUTES and name not in ignored:
+                yield path, module, name, value
+
+
+def is_metric(module: nn.Module) -> bool:
+    """Return whether `module` is a torchmetrics metric, without importing torchmetrics."""
+    return hasattr(module, "_update_count") and hasattr(module, "_defaults")
+
+
+def frozen(value: Any, depth: int = 0) -> Hashable:
+    """Return something hashable that changes when the Python value does; large containers count by their ends."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, float):
+        return value if value == value else "nan"
+    if isinstance(value, Tensor | nn.Module):
+        return (type(value).__name__, id(value))
+    if isinstance(value, np.generic | np.ndarray):
+        return (value.shape, str(value.dtype), value.tobytes()) if value.size <= MAX_ITEMS else id(value)
+    if depth == MAX_DEPTH:
+        return id(value)
+    if isinstance(value, Mapping):
+        return (len(value), *(_frozen_items(value.items(), depth)))
+    if isinstance(value, list | tuple | deque):
+        items = value if len(value) <= MAX_ITEMS else [value[0], value[-1]]
+        return (type(value).__name__, len(value), *(frozen(item, depth + 1) for item in items))
+    if isinstance(value, set | frozenset):
+        return (len(value), frozenset(frozen(item, depth + 1) for item in value))
+    held = getattr(value, "__dict__", None)
+    if held and not callable(value) and not type(value).__module__.startswith(("torch", "lightning")):
+        return (id(value), *(_frozen_items(held.items(), depth)))
+    return id(value)
+
+
+def _frozen_items(items: Any, depth: int) -> Iterator[Hashable]:
+    for index, (name, value) in enumerate(items):
+        if index == MAX_ITEMS:
+            return
+        yield frozen(name, depth + 1), frozen(value, depth + 1)
+
+
+def fingerprint(root: nn.Module) -> tuple[Hashable, ...]:
+    """Return everything about `root` that a program holds by value: modes, Python attributes, what is trained."""
+    trained = tuple([(id(p), p.requires_grad) for p in root.parameters()])
+    modes = tuple([module.training for module in root.modules()])
+    return (tuple(python_state(root).items()), trained, modes)

@@ -1,0 +1,115 @@
+"""One watched warm-up step, and what two of them say about capturing the step."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from types import CodeType
+from typing import Any
+
+from torch import Tensor, nn
+
+from zdtrain.check.definitions import attribute_location
+from zdtrain.errors import FallbackReason
+from zdtrain.step.carried import Place, held_tensors, metric_counts, replaced, updates_between
+from zdtrain.step.key import is_metric, python_state
+from zdtrain.step.randomness import DrawFinder, host_random_state
+from zdtrain.step.watch import Watch, difference, reason_at, storage_of
+
+
+class Observation:
+    """A step that ran under a `Watch`, with its module looked at before and after.
+
+    Args:
+        module: The LightningModule.
+        boundary: Code of the function that drives the step.
+        inputs: Tensors that change with every step.
+        find_draw: Look for the line that draws from a host generator; slow.
+    """
+
+    def __init__(
+        self, module: nn.Module, boundary: CodeType, inputs: Iterable[Tensor], *, find_draw: bool = False
+    ) -> None:
+        self.watch = Watch(boundary, inputs)
+        self.carried: tuple[Place, ...] = ()
+        self.updates: dict[str, int] = {}
+        self.reasons: list[FallbackReason] = []
+        self.draws = False
+        self._module = module
+        self._finder = DrawFinder() if find_draw else None
+        self._held: dict[Place, Tensor] = {}
+
+    def run(self, region: Callable[[], Any], outputs: Callable[[], Iterable[Any]]) -> None:
+        """Run the step and look at what it did.
+
+        Args:
+            region: The step.
+            outputs: Returns the tensors that the step hands over, once it has run.
+        """
+        module = self._module
+        values, counts, state = python_state(module), metric_counts(module), host_random_state()
+        self._held = held_tensors(module)
+        with self._finder.looking() if self._finder else nullcontext(), self.watch:
+            region()
+        held = held_tensors(module)
+        self.carried = replaced(self._held, held)
+        self.updates = updates_between(counts, metric_counts(module))
+        self.draws = host_random_state() != state
+        self.reasons += self.watch.reads
+        self.reasons += _changed_attributes(module, values, python_state(module))
+        known = {id(t) for t in (*held.values(), *outputs()) if t is not None}
+        self.reasons += _escapes(self.watch, known)
+        if self._finder is not None and self.draws:
+            self.reasons.append(_draw(self._finder))
+
+    def known_storages(self) -> set[int]:
+        """Return the storages of tensors that may be others in every step, because a program is told of them."""
+        return {storage_of(tensor) for tensor in self._held.values()}
+
+    def release(self) -> None:
+        """Let go of the tensors that were looked at."""
+        self._held = {}
+        self.watch.outside.clear()
+
+
+def obstacles(before: Observation, after: Observation) -> Iterator[FallbackReason]:
+    """Yield why steps like these two can't be replayed from a recording of one of them."""
+    yield from dict.fromkeys([*before.reasons, *after.reasons])
+    reason = difference(before.watch, after.watch, after.known_storages())
+    if reason is not None:
+        yield reason
+    elif before.carried != after.carried or before.updates != after.updates:
+        places = sorted(str(place) for place in set(before.carried) ^ set(after.carried))
+        names = ", ".join(places) or ", ".join(sorted(after.updates))
+        yield FallbackReason(code="control-flow", message=f"the step replaces {names} in some steps only")
+
+
+def _changed_attributes(module: nn.Module, before: dict[Any, Any], after: dict[Any, Any]) -> Iterator[FallbackReason]:
+    for (path, name), value in after.items():
+        if before.get((path, name), after) != value:
+            yield attribute_reason(module, path, name)
+    for path, name in before.keys() - after.keys():
+        yield attribute_reason(module, path, name)
+
+
+def attribute_reason(module: nn.Module, path: str, name: str, *, when: str = "by the step") -> FallbackReason:
+    """Return the reason for a Python attribute that changes."""
+    owner = module.get_submodule(path)
+    label = f"{path}.{name}" if path else name
+    place = attribute_location(type(owner), name, outside_init=True)
+    if is_metric(owner) and isinstance(getattr(owner, name, None), list):
+        what = f"{type(owner).__name__} keeps every batch in the list {label!r}, which a replay cannot grow"
+        return FallbackReason(code="metric-list-state", message=what)
+    return reason_at(
+        place, "python-state", f"the Python attribute {label!r} is changed {when}, which a replay would not"
+    )
+
+
+def _escapes(watch: Watch, known: set[int]) -> Iterator[FallbackReason]:
+    for tensor, place in watch.survivors(known):
+        what = f"a tensor of shape {tuple(tensor.shape)} made here is kept by somebody after the step"
+        yield reason_at(place, "kept-tensor", what)
+        return
+
+
+def _draw(finder: DrawFinder) -> FallbackReason:
+    what = "the step draws from Python's or NumPy's random generator; draw from torch's"
+    return reason_at(finder.place, "host-randomness", what)

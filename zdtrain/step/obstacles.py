@@ -1,0 +1,65 @@
+"""What in a module or its callbacks keeps steps from being captured, known without running one."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+
+from zdtrain.check.definitions import class_location, method_location
+from zdtrain.check.source import Location
+from zdtrain.errors import FallbackReason
+from zdtrain.step.hooks import Hooks, callback_hook, overrides
+from zdtrain.step.log import can_replace_log
+from zdtrain.step.watch import reason_at
+
+HOOKS_INSIDE = frozenset({"on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"})
+HOOKS_OUTSIDE = ("on_train_batch_start", "on_train_batch_end")
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OURS = ("lightning.pytorch.", "zdtrain.")
+
+
+def hooks_inside(module: LightningModule, callbacks: Iterable[Callback], hooks: Hooks) -> Iterator[FallbackReason]:
+    """Yield who overrides a hook that lies between forward and optimizer step, where a replay calls nobody."""
+    for name in sorted(HOOKS_INSIDE - hooks.nobody):
+        owners = [callback for callback in callbacks if callback_hook(callback, name) is not None]
+        if overrides(module, name, LightningModule):
+            owners.append(module)  # type: ignore[arg-type]
+        for owner in owners:
+            what = f"{type(owner).__name__} overrides {name}, which lies inside the captured step"
+            yield reason_at(method_location(owner, name), "hook-inside", what)
+
+
+def module_obstacles(module: LightningModule) -> Iterator[FallbackReason]:
+    """Yield Python code that torch calls in the middle of a step and that a replay would not call."""
+    if not can_replace_log(module):
+        yield reason_at(method_location(module, "log"), "log-override", f"{type(module).__name__} has a log of its own")
+    for path, part in module.named_modules():
+        for kind in _MODULE_HOOKS:
+            for hook in part.__dict__.get(kind, {}).values():
+                if not _is_torchs(hook):
+                    yield _hook_reason(hook, f"module {path or type(part).__name__!r} has a hook")
+    for path, parameter in module.named_parameters():
+        after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        for hook in (*(parameter._backward_hooks or {}).values(), *after.values()):
+            yield _hook_reason(hook, f"parameter {path!r} has a hook")
+
+
+def _hook_reason(hook: Any, who: str) -> FallbackReason:
+    code = getattr(hook, "__code__", None)
+    place = Location(code.co_filename, code.co_firstlineno, code.co_name) if code else class_location(type(hook))
+    return reason_at(place, "tensor-hook", f"{who} that runs Python inside the step")
+
+
+def _is_torchs(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.")
+
+
+def changes_between_steps(module: LightningModule, callbacks: Iterable[Callback]) -> bool:
+    """Return whether code of the user runs between two steps, where it may change what a program holds by value."""
+    for name in HOOKS_OUTSIDE:
+        if overrides(module, name, LightningModule):
+            return True
+        for callback in callbacks:
+            if not type(callback).__module__.startswith(_OURS) and overrides(callback, name, Callback):
+                return True
+    return False

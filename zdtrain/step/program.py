@@ -1,0 +1,51 @@
+"""Programs and where they are kept."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+
+class Program(Protocol):
+    """A captured function of tensors that also writes to tensors in place."""
+
+    kind: str
+    """``"graph"`` or ``"compile"``."""
+    used: list[int]
+    """Indices of the inputs that it reads."""
+
+    def __len__(self) -> int:
+        """Return the number of recorded operations."""
+
+    def run(self, inputs: Sequence[Tensor | None]) -> list[Any]:
+        """Run it on inputs of the captured layout; return its outputs."""
+
+
+Value = TypeVar("Value")
+
+
+@dataclass(kw_only=True)
+class LeastRecentlyUsed(Generic[Value]):
+    """A capped dictionary that lets go of what was not used for longest."""
+
+    cap: int
+    """Entries kept."""
+    evicted: Callable[[Value], None]
+    """Called with every entry that has to go."""
+    entries: "OrderedDict[Hashable, Value]" = field(default_factory=OrderedDict)
+
+    def get(self, key: Hashable) -> Value | None:
+        """Return the entry, which becomes the most recently used one."""
+        entry = self.entries.get(key)
+        if entry is not None:
+            self.entries.move_to_end(key)
+        return entry
+
+    def add(self, key: Hashable, entry: Value) -> None:
+        """Keep `entry`, in the place of the least recently used one where there is no room."""
+        self.entries[key] = entry
+        if len(self.entries) > self.cap:
+            _, gone = self.entries.popitem(last=False)
+            self.evicted(gone)

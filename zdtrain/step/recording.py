@@ -1,0 +1,198 @@
+"""A recorded step: the program, and the host's share of what the step did, to be done again at every replay."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from zdtrain.step.carried import Carried, count_updates, held_tensors
+from zdtrain.step.log import note_metric
+from zdtrain.step.optimizers import Inside
+from zdtrain.step.program import Program
+from zdtrain.step.results import MetricSlot, StepResults
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a training step works on besides its batch; the same objects for a whole fit."""
+
+    module: LightningModule
+    """The module."""
+    optimizer: Optimizer
+    """The optimizer."""
+    parameters: list[nn.Parameter]
+    """Everything that may have a gradient: the optimizer's parameters, then the rest of the module's."""
+    results: StepResults
+    """Where the step logs."""
+    connector: Any
+    """Lightning's logger connector: knows when logged values have to be reset."""
+    zero_grad: Any
+    """Lightning's progress counter of zeroed gradients."""
+
+    def tensors(self, inputs: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+        """Return all tensors that a step may write to, by name, in the order in which they are compared."""
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        found: dict[str, Any] = {f"gradient of {names.get(id(p), id(p))}": p.grad for p in self.parameters}
+        for place, tensor in held_tensors(self.module).items():
+            found[str(place)] = tensor
+        for index, bank in enumerate(self.results.banks):
+            found[f"logged values ({bank.reduction} {index})"] = bank._values
+            found[f"logged epoch values ({bank.reduction} {index})"] = bank._totals
+        for parameter in self.parameters:
+            found[f"parameter {names.get(id(parameter), id(parameter))}"] = parameter
+        for owner, state in self.optimizer.state.items():
+            for name, value in state.items() if isinstance(state, dict) else ():
+                found[f"optimizer's {name} of {names.get(id(owner), id(owner))}"] = value
+        for index, group in enumerate(self.optimizer.param_groups):
+            found.update({f"param_groups[{index}][{name!r}]": value for name, value in group.items()})
+        found.update({f"optimizer.{name}": value for name, value in vars(self.optimizer).items()})
+        found.update({f"input {index}": value for index, value in enumerate(inputs)})
+        return {name: value for name, value in found.items() if value is None or isinstance(value, Tensor)}
+
+    def metric_counts(self) -> list[tuple[Any, int]]:
+        """Return what is logged and is no slot, with its number of updates."""
+        return [(m, m._update_count) for m in self.results.values() if not isinstance(m, MetricSlot)]
+
+
+_TENSOR = object()  # stands for a tensor among the leaves of what a step returned
+
+
+class Recorder:
+    """Runs a step while it is recorded, and takes down what the host did.
+
+    Args:
+        surroundings: What the step works on.
+        carried: Tensor attributes that it replaces.
+    """
+
+    def __init__(self, surroundings: Surroundings, carried: Carried) -> None:
+        self.surroundings = surroundings
+        self.carried = carried
+        self._counts = surroundings.metric_counts()
+        self._zeroed = surroundings.zero_grad.total.completed
+        self.slots: list[tuple[MetricSlot, Any, Tensor]] = []
+        self.metrics: list[Any] = []
+        self.zeroes = False
+        self.n_returned = 0
+        self.leaves: list[Any] = []
+        self.structure: Any = None
+
+    def outputs(self, loss: Tensor | None, output: Any) -> list[Any]:
+        """Take down what the step left behind; return the tensors that a replay has to put in place.
+
+        Args:
+            loss: The detached loss.
+            output: What training_step returned besides.
+        """
+        around = self.surroundings
+        self.zeroes = around.zero_grad.total.completed != self._zeroed
+        self.slots = [(s, s.pending, s.cell) for bank in around.results.banks for s in bank.written.values()]
+        self.metrics = [metric for metric, count in self._counts if metric._update_count != count]
+        around.results.commit()
+        leaves, self.structure = pytree.tree_flatten(output)
+        self.leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        returned = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+        self.n_returned = len(returned)
+        carried = [tensor.detach() for tensor in self.carried.tensors() if tensor is not None]
+        return [loss, *returned, *(p.grad for p in around.parameters), *carried]
+
+
+class Recording:
+    """A program with everything a replay needs.
+
+    Args:
+        program: The recorded operations.
+        taken: What the host did meanwhile.
+        updates: Updates of torchmetrics metrics in one step, by module path.
+        covers: Set where the optimizer's step is part of the program.
+        inputs: What it was recorded with.
+        n_leaves: How many of the inputs are the batch's, whose layout is part of the key.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        taken: Recorder,
+        *,
+        updates: dict[str, int],
+        covers: Inside | None,
+        inputs: Sequence[Tensor | None],
+        n_leaves: int,
+    ) -> None:
+        self.program = program
+        self.covers = covers
+        self._taken = taken
+        self._updates = updates
+        read = {index for index in program.used if index >= n_leaves}
+        absent = {index for index in range(n_leaves, len(inputs)) if inputs[index] is None}
+        if taken.zeroes:  # gradients that the step drops may be there or not
+            n_zeroed = sum(len(group["params"]) for group in taken.surroundings.optimizer.param_groups)
+            absent -= set(range(n_leaves, n_leaves + n_zeroed))
+        self._checked = sorted(read | absent)
+        self._layout = layout_of([inputs[index] for index in self._checked])
+
+    def fits(self, inputs: Sequence[Tensor | None]) -> bool:
+        """Return whether the program may run on `inputs`, and logged values still lie where it writes them."""
+        if any(slot.cell is not cell for slot, _, cell in self._taken.slots):
+            return False
+        return layout_of([inputs[index] for index in self._checked]) == self._layout
+
+    def prepare(self) -> None:
+        """Do what has to be done before the program runs: reset what is logged, hand over learning rates."""
+        connector = self._taken.surroundings.connector
+        if self._taken.slots or self._taken.metrics:  # what the first self.log of a step does
+            if connector.should_reset_tensors("training_step"):
+                self._taken.surroundings.results.reset(metrics=False, fx="training_step")
+            connector._current_fx = "training_step"
+        if self.covers is not None:
+            self.covers.refill()
+
+    def named(self, outputs: Sequence[Any]) -> dict[str, Tensor | None]:
+        """Return the outputs of a run by the names that `Surroundings.tensors` gives them."""
+        loss, returned, gradients, carried = self._split(outputs)
+        names = {id(parameter): name for name, parameter in self._taken.surroundings.module.named_parameters()}
+        found: dict[str, Tensor | None] = {"loss": loss}
+        found.update({f"output {index}": tensor for index, tensor in enumerate(returned)})
+        parameters = self._taken.surroundings.parameters
+        found.update({f"gradient of {names.get(id(p), id(p))}": g for p, g in zip(parameters, gradients, strict=True)})
+        found.update({str(place): t for place, t in zip(self._taken.carried.places, carried, strict=True)})
+        return found
+
+    def accept(self, outputs: Sequence[Any]) -> tuple[Tensor | None, Any]:
+        """Put a replay's outputs in their places and do the host's share; return the loss and the rest."""
+        taken, around = self._taken, self._taken.surroundings
+        loss, returned, gradients, carried = self._split(outputs)
+        for parameter, gradient in zip(around.parameters, gradients, strict=True):
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        taken.carried.replace(list(carried))
+        count_updates(around.module, self._updates)
+        for slot, size, _ in taken.slots:
+            slot.pending = size
+            slot.note_folded()
+            slot.bank.fresh.add(slot.index)  # type: ignore[union-attr]
+        for metric in taken.metrics:
+            note_metric(metric)
+        if taken.zeroes:
+            around.zero_grad.increment_ready()
+            around.zero_grad.increment_started()
+            around.zero_grad.increment_completed()
+        if self.covers is not None:
+            around.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether step was called
+        tensors = iter(returned)
+        leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in taken.leaves]
+        return loss, pytree.tree_unflatten(leaves, taken.structure)
+
+    def _split(self, outputs: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any], Sequence[Any]]:
+        first = 1 + self._taken.n_returned
+        last = first + len(self._taken.surroundings.parameters)
+        return outputs[0], outputs[1:first], outputs[first:last], outputs[last:]
+
+
+def layout_of(inputs: Sequence[Tensor | None]) -> tuple[Hashable, ...]:
+    """Return what has to be the same of inputs for a program to run on them."""
+    return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in inputs])

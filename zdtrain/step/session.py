@@ -1,0 +1,156 @@
+"""What captured steps of one fit share: the programs, the reasons against them, the counts."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim import Optimizer
+
+from zdtrain.config import Capture
+from zdtrain.device.base import Runtime
+from zdtrain.errors import FallbackReason
+from zdtrain.step.carried import Carried
+from zdtrain.step.observe import Observation
+from zdtrain.step.optimizers import Inside, inside
+from zdtrain.step.program import LeastRecentlyUsed
+from zdtrain.step.recording import Recording
+from zdtrain.step.report import CaptureReport, ProgramReport
+
+MAX_PROGRAMS = 8
+WATCHED_STEPS = 2
+MAX_MISFITS = 4
+
+
+@dataclass(kw_only=True)
+class Entry:
+    """Steps of one key: in warm-up, captured, or eager for a reason."""
+
+    name: str
+    """The key in words."""
+    warm: bool = False
+    """Whether such a step ran, so that what is made lazily exists."""
+    observations: list[Observation] = field(default_factory=list)
+    """Watched steps, at most two."""
+    carried: Carried | None = None
+    """Tensor attributes that the step replaces."""
+    updates: dict[str, int] = field(default_factory=dict)
+    """Updates of torchmetrics metrics in one step, by module path."""
+    reason: FallbackReason | None = None
+    """Why these steps stay eager."""
+    recording: Recording | None = None
+    """The captured step."""
+    misfits: int = 0
+    """Steps since the last replay that the program could not run."""
+    verified_epoch: int | None = None
+    """Epoch in which the program was last compared with an eager step."""
+    verification: str = "not yet"
+    """Result of the last comparison, in words."""
+    operations: int = 0
+    replays: int = 0
+    captures: int = 0
+    verifications: int = 0
+    capture_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    includes_optimizer: bool = False
+
+    def report(self, kind: str) -> ProgramReport:
+        """Return what became of the program."""
+        return ProgramReport(
+            key=self.name,
+            kind=kind,
+            operations=self.operations,
+            includes_optimizer=self.includes_optimizer,
+            captures=self.captures,
+            replays=self.replays,
+            capture_seconds=self.capture_seconds,
+            verification=self.verification,
+            verifications=self.verifications,
+            verify_seconds=self.verify_seconds,
+        )
+
+
+class CaptureSession:
+    """The programs of one fit. Addresses hold that long: Lightning moves everything to the host at its end.
+
+    Args:
+        capture: ``"graph"`` or ``"compile"``.
+        verify: Compare every program with an eager step before it is trusted, and once an epoch.
+        runtime: The device door.
+        tell: Called with each new reason for an eager step.
+    """
+
+    def __init__(
+        self, *, capture: Capture, verify: bool, runtime: Runtime, tell: Callable[[FallbackReason], None]
+    ) -> None:
+        self.capture = capture
+        self.verify = verify
+        self.runtime = runtime
+        self.watch: Any = None  # the `Watch` of the step that runs now, if any
+        self.epoch_in_key = False
+        self.steps_eager = 0
+        self.steps_replayed = 0
+        self.host_reads = 0
+        self.fingerprints: dict[Hashable, int] = {}
+        self._inside: dict[int, tuple[Optimizer, Inside | FallbackReason]] = {}  # by id of the optimizer
+        self.fallbacks: dict[FallbackReason, None] = {}
+        self._tell = tell
+        self._reports: list[ProgramReport] = []
+        self._entries: LeastRecentlyUsed[Entry] = LeastRecentlyUsed(cap=MAX_PROGRAMS, evicted=self._keep_report)
+
+    def entry(self, key: Hashable, name: Callable[[], str]) -> Entry:
+        """Return what is known of steps with `key`."""
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = Entry(name=name())
+            self._entries.add(key, entry)
+        return entry
+
+    def inside(self, optimizer: Optimizer) -> Inside | None:
+        """Return how the optimizer's step is part of programs; None, with a reason noted, where it is not."""
+        known = self._inside.get(id(optimizer))
+        if known is None or known[0] is not optimizer:
+            known = self._inside[id(optimizer)] = (optimizer, inside(optimizer, lowered=self.capture == "compile"))
+        found = known[1]
+        if isinstance(found, FallbackReason):
+            self.note(found)
+            return None
+        return found
+
+    def note(self, reason: FallbackReason) -> None:
+        """Keep a reason and tell of it, once."""
+        if reason not in self.fallbacks:
+            self.fallbacks[reason] = None
+            self._tell(reason)
+
+    def refuse(self, entry: Entry, reasons: Sequence[FallbackReason]) -> None:
+        """Leave the steps of `entry` eager if there is a reason to."""
+        if not reasons:
+            return
+        entry.reason = reasons[0]
+        entry.observations.clear()
+        entry.recording = None
+        for reason in reasons:
+            self.note(reason)
+
+    def release(self) -> None:
+        """Let go of all programs; what they did stays in the report."""
+        for entry in self._entries.entries.values():
+            self._keep_report(entry)
+        self._entries.entries.clear()
+
+    def _keep_report(self, entry: Entry) -> None:
+        if entry.captures:
+            self._reports.append(entry.report(self.capture))
+        entry.recording = None
+
+    def report(self) -> CaptureReport:
+        """Return what captured steps did so far."""
+        current = [entry.report(self.capture) for entry in self._entries.entries.values() if entry.captures]
+        return CaptureReport(
+            capture=self.capture,
+            programs=(*self._reports, *current),
+            fallbacks=tuple(self.fallbacks),
+            host_reads=self.host_reads,
+            steps_eager=self.steps_eager,
+            steps_replayed=self.steps_replayed,
+        )

@@ -1,0 +1,102 @@
+"""The op tape: a step's ATen operations, recorded while the step runs, replayed without its Python."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+Outputs = list[Any]
+Function = Callable[[], Outputs]
+
+INDUCTOR_OPTIONS: dict[str, Any] = {
+    "guard_filter_fn": lambda guards: [False] * len(guards),  # the cache's key is the guard
+    "cpp_wrapper": True,
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "fallback_random": True,  # draw dropout from torch's generator, as the eager step does
+}
+
+
+class Tape:
+    """A recorded function of tensors. It writes in place to the tensors that the recorded Python wrote to.
+
+    Args:
+        graph: The recorded operations.
+        positions: Where the graph's inputs are among those of `run`.
+    """
+
+    kind = "graph"
+
+    def __init__(self, graph: fx.GraphModule, positions: Sequence[int]) -> None:
+        self.used = _drop_unused(graph, positions)
+        self.constants = _lift_constants(graph)  # parameters, buffers, optimizer state: by reference, not copies
+        self._graph = graph
+        self._replay = graph.forward
+
+    def __len__(self) -> int:
+        """Return the number of operations."""
+        return sum(node.op == "call_function" for node in self._graph.graph.nodes)
+
+    def run(self, inputs: Sequence[Tensor | None]) -> Outputs:
+        """Run the operations on `inputs`, which must have the layout that was recorded."""
+        with torch.no_grad():
+            return self._replay(*[inputs[index] for index in self.used], *self.constants)  # type: ignore[no-any-return]
+
+
+class LoweredTape(Tape):
+    """A tape compiled by Inductor. Results agree with the tape up to rounding, not bit for bit."""
+
+    kind = "compile"
+
+    def __init__(self, graph: fx.GraphModule, positions: Sequence[int]) -> None:
+        super().__init__(graph, positions)
+        self._replay = torch.compile(graph, fullgraph=True, dynamic=False, options=INDUCTOR_OPTIONS)
+
+
+def record(function: Function, inputs: Sequence[Tensor | None], *, lowered: bool = False) -> Tape:
+    """Run `function` once and return its operations.
+
+    The function runs for real: everything it does to tensors and to Python objects is done.
+
+    Args:
+        function: Takes nothing; returns tensors and None.
+        inputs: The tensors it works on that a replay will have others for; None where there is none.
+        lowered: Compile the operations.
+    """
+    positions = [index for index, tensor in enumerate(inputs) if tensor is not None]
+    graph: fx.GraphModule = make_fx(lambda *_: function())(*[inputs[index] for index in positions])
+    for node in reversed(list(graph.graph.nodes)):
+        if "profiler" in str(node.target):
+            graph.graph.erase_node(node)
+    return (LoweredTape if lowered else Tape)(graph, positions)
+
+
+def _drop_unused(graph: fx.GraphModule, positions: Sequence[int]) -> list[int]:
+    """Remove the inputs that nothing reads; return the positions of those that stay."""
+    used = []
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node, position in zip(placeholders, positions, strict=True):
+        if node.users:
+            used.append(position)
+        else:
+            graph.graph.erase_node(node)
+    return used
+
+
+def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
+    """Turn the tensors that `graph` reads from its attributes into trailing inputs; return them."""
+    nodes = list(graph.graph.nodes)
+    body = next(node for node in nodes if node.op not in ("placeholder", "get_attr"))
+    constants: dict[str, fx.Node] = {}
+    for node in nodes:
+        if node.op != "get_attr":
+            continue
+        if node.target not in constants:
+            with graph.graph.inserting_before(body):
+                constants[node.target] = graph.graph.placeholder(f"constant_{len(constants)}")
+        node.replace_all_uses_with(constants[node.target])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return [getattr(graph, name) for name in constants]

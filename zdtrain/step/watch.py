@@ -1,0 +1,193 @@
+"""What a warm-up step does, operation by operation, so that two of them can be compared before one is captured."""
+
+import weakref
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zdtrain.check.source import Location, locate
+from zdtrain.errors import FallbackReason
+
+# Operations whose result, or whose result's size, the host has to wait for.
+HOST_READS = {
+    *("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"),
+    *("nonzero", "bincount", "masked_select", "argwhere", "repeat_interleave.Tensor"),
+    *("unique", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
+}
+MASKABLE = {"index", "index_put", "index_put_", "_index_put_impl_"}
+MAX_LITERAL = 4096  # elements of a tensor made from Python numbers that are compared one by one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
+    """One ATen operation of a watched step."""
+
+    name: str
+    """Name and overload, e.g. ``"add.Tensor"``."""
+    values: tuple[Hashable, ...]
+    """Its Python arguments: what a recording holds for good."""
+    place: Location
+    """The user's line it comes from."""
+
+
+class Watch(TorchDispatchMode):
+    """Notes the operations of the body, and what a recording of them would get wrong.
+
+    Args:
+        boundary: Code of the function that drives the step; frames around it are not the step's.
+        inputs: Tensors that change with every step: the batch's, the gradients.
+    """
+
+    def __init__(self, boundary: CodeType, inputs: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Operation] = []
+        self.reads: list[FallbackReason] = []
+        self.host_reads = 0
+        self.epoch_read = False
+        self.outside: dict[int, tuple[Tensor, Operation]] = {}  # tensors that the step did not make, by storage
+        self._boundary = boundary
+        self._inputs = {storage_of(tensor) for tensor in inputs}
+        self._made: dict[int, tuple[weakref.ref[Tensor], Location]] = {}  # by id
+
+    def note(self, code: str, message: str) -> None:
+        """Add a reason against capturing, at the line of the user that is running; nothing where a library is."""
+        place, _ = locate(self._boundary)
+        if place.is_user:
+            self.reads.append(reason_at(place, code, message))
+
+    def note_read(self, name: str) -> None:
+        """Note that the step reads a property of the Trainer; the number of the epoch can be served."""
+        if name == "current_epoch":
+            place, _ = locate(self._boundary)
+            self.epoch_read = self.epoch_read or place.is_user
+            return
+        instead = "; trainer.scalars.global_step is a tensor that a replay sees" if name == "global_step" else ""
+        self.note("trainer-state", f"the step reads trainer.{name}, which a replay does not see{instead}")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func._schema.name
+        if packet.startswith("profiler::"):
+            return func(*args, **(kwargs or {}))
+        name = packet.split("::")[1]
+        place, _ = locate(self._boundary)
+        full_name = f"{name}.{func._overloadname}" if func._overloadname else name
+        tensors: list[Tensor] = []
+        values = tuple(_plain_values((args, kwargs or {}), tensors))
+        if name == "lift_fresh":
+            values = _literal(tensors[0])
+        operation = Operation(name=full_name, values=values, place=place)
+        self.operations.append(operation)
+        if name in HOST_READS or full_name in HOST_READS or (name in MASKABLE and _has_mask(args)):
+            self.host_reads += 1
+            self.reads.append(_host_read(name, place))
+            tensors = []  # made by Python just now, handed to torch here
+        self._note_outside(tensors, operation)
+        out = func(*args, **(kwargs or {}))
+        self._note_made(out, tensors, place)
+        return out
+
+    def _note_outside(self, tensors: list[Tensor], operation: Operation) -> None:
+        for tensor in tensors:
+            made = self._made.get(id(tensor))
+            if made is not None and made[0]() is tensor:
+                continue
+            storage = storage_of(tensor)
+            if storage and storage not in self._inputs:
+                self.outside.setdefault(storage, (tensor, operation))
+
+    def _note_made(self, out: Any, tensors: list[Tensor], place: Location) -> None:
+        arguments = {id(tensor) for tensor in tensors}
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor) and id(tensor) not in arguments:
+                self._made[id(tensor)] = (weakref.ref(tensor), place)
+
+    def survivors(self, known: set[int]) -> Iterator[tuple[Tensor, Location]]:
+        """Yield the tensors that the step made and somebody still holds, other than those whose id is `known`."""
+        for key, (reference, place) in self._made.items():
+            tensor = reference()
+            if tensor is not None and key not in known:
+                yield tensor, place
+
+
+def difference(before: Watch, after: Watch, known: set[int]) -> FallbackReason | None:
+    """Return why the operations of two steps can't be one recording; None if they can.
+
+    Args:
+        before: An earlier step of the same key.
+        after: A later one.
+        known: Storages of tensors that may differ because a program is told of them.
+    """
+    for old, new in zip(before.operations, after.operations, strict=False):
+        if old.name != new.name:
+            what = f"the step ran {new.name} where an earlier one ran {old.name}: its path depends on more than shapes"
+            return reason_at(new.place if new.place.is_user else old.place, "control-flow", what)
+        if old.values != new.values:
+            pairs = zip(old.values, new.values, strict=False)
+            was, now = next(((a, b) for a, b in pairs if a != b), (old.values, new.values))
+            what = (
+                f"{new.name} takes a Python number that changes from step to step ({was} -> {now}): "
+                "make it a tensor that is filled in place"
+            )
+            return reason_at(new.place, "python-number", what)
+    if len(before.operations) != len(after.operations):
+        longer = max(before, after, key=lambda watch: len(watch.operations)).operations
+        extra = longer[min(len(before.operations), len(after.operations))]
+        what = f"{extra.name} runs in some steps only: the step's path depends on more than shapes"
+        return reason_at(extra.place, "control-flow", what)
+    for storage, (_, operation) in after.outside.items():
+        if storage not in before.outside and storage not in known:
+            what = f"{operation.name} takes a tensor that is another one in every step and is not part of the batch"
+            return reason_at(operation.place, "outside-tensor", what)
+    return None
+
+
+def reason_at(place: Location, code: str, message: str) -> FallbackReason:
+    """Return a reason that points at `place`, as far as that is known."""
+    return FallbackReason(code=code, message=message, file=place.file or None, line=place.line or None)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory; 0 where it has none."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def _host_read(name: str, place: Location) -> FallbackReason:
+    how = f"{name} with a mask" if name in MASKABLE else name
+    return reason_at(place, "host-read", f"the step waits for the value of a tensor ({how})")
+
+
+def _plain_values(value: Any, tensors: list[Tensor]) -> Iterator[Hashable]:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        yield "tensor"
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _plain_values(item, tensors)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _plain_values(item, tensors)
+    elif isinstance(value, float) and value != value:
+        yield "nan"
+    elif isinstance(value, torch.Generator):
+        yield id(value)
+    else:
+        yield value
+
+
+def _literal(tensor: Tensor) -> tuple[Hashable, ...]:
+    """Return the numbers that a tensor was made of: ``torch.tensor(x)`` bakes them in."""
+    if tensor.numel() > MAX_LITERAL or tensor.device.type != "cpu":
+        return (tuple(tensor.shape),)
+    with torch.utils._python_dispatch._disable_current_modes():
+        return tuple("nan" if x != x else x for x in tensor.flatten().tolist())
+
+
+def _has_mask(args: Any) -> bool:
+    indices = args[1] if len(args) > 1 else ()
+    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
