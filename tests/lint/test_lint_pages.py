@@ -1,8 +1,10 @@
 """docs/rules holds exactly what the rules say."""
 
+import re
 from pathlib import Path
 
 from zdtrain.lint.pages import main, pages
+from zdtrain.lint.rules.registry import ALL
 
 DOCS = Path(__file__).parents[2] / "docs" / "rules"
 
@@ -16,3 +18,12 @@ def test_writing_pages_removes_those_of_rules_that_are_gone(tmp_path: Path) -> N
     (tmp_path / "ZD999.md").write_text("old")
     main(str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == set(pages())
+
+
+def test_pages_link_to_rules_that_exist() -> None:
+    linked = {
+        code
+        for page in ("lint.md", "claims.md", "symptoms.md")
+        for code in re.findall(r"\bZD[1-9]\d\d\b", (DOCS.parent / page).read_text(encoding="utf-8"))
+    }
+    assert linked <= set(ALL)
