@@ -131,6 +131,7 @@ class MetricSpy(Callback):
         "on_validation_batch_end",
         "on_validation_end",
         "on_fit_end",
+        "on_exception",
     )
 
     def _look(self, hook: str, trainer: pl.Trainer, module: Net) -> None:
