@@ -36,7 +36,9 @@ COMMANDS = {
     "validate": Command("zdtrain.cli.training:validate", "run validation once"),
     "test": Command("zdtrain.cli.training:test", "run the test set once"),
     "predict": Command("zdtrain.cli.training:predict", "predict on a data set"),
+    "check": Command("zdtrain.check.cli:main", "find what would make a GPU wait, on a machine without one"),
     "runs": Command("zdtrain.cli.runs:main", "list recorded runs"),
+    "report": Command("zdtrain.cli.report:main", "write a page with the curves of one run, or of several compared"),
 }
 
 
@@ -55,13 +57,13 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(f"unknown command {name!r}{did_you_mean(name, COMMANDS)} (zdtrain --help lists all)")
         return COMMANDS[name].load()(arguments[1:])
     except ZDTrainError as error:
-        return report(error, EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED)
+        return report_error(error, EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED)
     except KeyboardInterrupt:
         print("zdtrain: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
-def report(error: BaseException, code: int, note: str = "") -> int:
+def report_error(error: BaseException, code: int, note: str = "") -> int:
     """Print `error` in one line on stderr, with the traceback if ``ZDTRAIN_TRACEBACK=1``; return `code`."""
     if os.environ.get("ZDTRAIN_TRACEBACK") == "1":
         traceback.print_exception(error)

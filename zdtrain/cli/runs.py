@@ -12,6 +12,8 @@ from zdtrain.cli.suggest import did_you_mean
 from zdtrain.errors import ConfigError
 from zdtrain.records import RecordError, Run, find_runs, load_run
 
+STATUSES = ("running", "finished", "interrupted", "failed")
+
 
 def main(argv: list[str]) -> int:
     """List the runs below a folder, filtered by date, name, status and metric."""
@@ -22,14 +24,10 @@ def main(argv: list[str]) -> int:
         raise ConfigError(str(error)) from error
     if not runs:
         raise ConfigError(f"no runs below {options.root}: name the folder that holds them, zdtrain runs FOLDER")
+    _check_names(runs, options)
     runs = [run for run in runs if _matches(run, options)]
-    if options.metric:
-        known = {name for run in runs for name in run.metrics}
-        for metric in options.metric:
-            if metric not in known:
-                raise ConfigError(f"no run has a metric {metric!r}{did_you_mean(metric, known)}")
     if options.sort:
-        runs.sort(key=lambda run: _sort_key(run, options.sort), reverse=options.descending)
+        runs.sort(key=lambda run: _sort_key(run, options.sort, options.descending))
     Console().print(_table(runs, options.metric))
     return EXIT_OK
 
@@ -46,6 +44,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_names(runs: list[Run], options: Any) -> None:
+    metrics = {name for run in runs for name in run.metrics}
+    for metric in filter(None, [*options.metric, options.sort]):
+        if metric not in metrics:
+            raise ConfigError(f"no run has a metric {metric!r}{did_you_mean(metric, metrics)}")
+    if options.status and options.status not in STATUSES:
+        raise ConfigError(f"unknown status {options.status!r}: use one of {', '.join(STATUSES)}")
+
+
 def _matches(run: Run, options: Any) -> bool:
     return (
         run.folder.parent.name.startswith(options.date)
@@ -58,9 +65,12 @@ def _last(run: Run, metric: str) -> float | None:
     return run.series(metric)[1][-1] if metric in run.metrics else None
 
 
-def _sort_key(run: Run, metric: str) -> tuple[bool, float]:
+def _sort_key(run: Run, metric: str, descending: bool) -> tuple[bool, float]:
+    """Runs without the metric, or with NaN, come last either way."""
     value = _last(run, metric)
-    return (value is None or math.isnan(value), value or 0.0)
+    if value is None or math.isnan(value):
+        return True, 0.0
+    return False, -value if descending else value
 
 
 def _table(runs: list[Run], metrics: list[str]) -> Table:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from zdtrain.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, report
+from zdtrain.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, report_error
 from zdtrain.cli.arguments import WHOLE_NUMBER_MODE, configs_first, whole_numbers
 from zdtrain.cli.explain import explain
 from zdtrain.errors import ConfigError
@@ -60,7 +60,7 @@ def _run(subcommand: str, argv: list[str]) -> int:
     except ConfigError:
         raise
     except MisconfigurationException as error:
-        return report(error, EXIT_USAGE)
+        return report_error(error, EXIT_USAGE)
     except SIGTERMException:
         return EXIT_TERMINATED
     except SystemExit as stop:
@@ -71,7 +71,7 @@ def _run(subcommand: str, argv: list[str]) -> int:
         notes = getattr(error, "__notes__", [])
         if not notes:  # nobody recorded where it happened
             traceback.print_exception(error)
-        return report(error, EXIT_FAILED, note="".join(f" ({note})" for note in notes))
+        return report_error(error, EXIT_FAILED, note="".join(f" ({note})" for note in notes))
     return EXIT_OK
 
 

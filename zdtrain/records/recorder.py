@@ -1,5 +1,6 @@
 """The run folder as a Lightning logger, so that it composes with TensorBoard, CSV and the others."""
 
+import os
 import sys
 import time
 import traceback
@@ -206,7 +207,7 @@ class RunRecorder(Logger):
                 "hparams": self._hparams,
             },
         )
-        writer.event("checkpoint", path=str(path), global_step=step)
+        writer.event("checkpoint", path=os.path.relpath(path, self.folder), global_step=step)
         self._checkpoint_notes.add(note)
         self._drop_orphaned_notes()
 

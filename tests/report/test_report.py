@@ -1,0 +1,161 @@
+import math
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import matplotlib.image
+import pytest
+
+from zdtrain.cli import main
+from zdtrain.records import StepRecord
+from zdtrain.records.folder import create_run_folder
+from zdtrain.records.writer import RunWriter
+from zdtrain.report.series import chart_title, thin_out
+from zdtrain.report.svg import round_ticks
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def make_run(root, name, *, lr, scale=1.0, failed=False):
+    folder = create_run_folder(root, name)
+    writer = RunWriter(folder)
+    writer.document("hparams.json", {"model": {"lr": lr, "width": 8}})
+    for step in range(600):
+        values = {"train_loss": scale / (1 + step / 50), "lr-SGD": lr, "grad_norm": 1.0 + step % 3}
+        if step == 300:
+            values["train_loss"] = math.nan
+        if step % 100 == 99:
+            values["val_loss"] = scale / (1 + step / 60)
+        writer.add(StepRecord(step=step, epoch=step // 100, batch_idx=step % 100, values=values, wall_time=step / 100))
+    if failed:
+        writer.event("exception", type="RuntimeError", message="<b>boom</b>", traceback="…")
+    writer.summarize(host_reads=3)
+    writer.close("failed" if failed else "finished")
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return [make_run(tmp_path, "first", lr=0.1), make_run(tmp_path, "second", lr=0.2, scale=2.0, failed=True)]
+
+
+class Page(HTMLParser):
+    """Counts elements and collects what a browser would fetch."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.classes, self.fetched, self.tags = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.tags.append(tag)
+        self.classes += (attributes.get("class") or "").split()
+        self.fetched += [value for name, value in attrs if name in ("src", "href", "data") and tag != "a"]
+
+
+def test_page_of_one_run_holds_its_curves_events_and_facts(runs, capsys):
+    assert main(["report", str(runs[1])]) == 0
+    path = runs[1] / "report.html"
+    assert capsys.readouterr().out.strip() == str(path)
+    text = path.read_text()
+    page = Page(text)
+    assert page.fetched == []
+    assert "http" not in text
+    assert page.tags.count("svg") == 4  # loss, learning rate, gradient norm, speed
+    assert {"curve", "band", "mean", "marker"} <= set(page.classes)
+    for fact in ("loss: train_loss, val_loss", "learning rate", "gradient norm", "steps per second", "host_reads"):
+        assert fact in text
+    assert "&lt;b&gt;boom" in text
+
+
+def test_comparison_shows_both_runs_and_only_the_settings_that_differ(runs, tmp_path):
+    page = tmp_path / "page.html"
+    assert main(["report", *map(str, runs), "-o", str(page)]) == 0
+    text = page.read_text()
+    assert {"run0", "run1"} <= set(Page(text).classes)
+    differences = text.split("Configuration differences")[1].split("</section>")[0]
+    assert "model.lr" in differences
+    assert "model.width" not in differences
+
+
+def test_picture_is_drawn(runs, tmp_path):
+    picture = tmp_path / "curves.png"
+    assert main(["report", *map(str, runs), "-o", str(tmp_path / "p.html"), "--png", str(picture)]) == 0
+    pixels = matplotlib.image.imread(picture)
+    assert len({tuple(pixel) for pixel in pixels[::5, ::5].reshape(-1, 4).round(1).tolist()}) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
+def test_a_browser_shows_the_curves_offline(runs, tmp_path):
+    page, shot = tmp_path / "page.html", tmp_path / "shot.png"
+    assert main(["report", *map(str, runs), "-o", str(page)]) == 0
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    flags += ["--host-resolver-rules=MAP * ~NOTFOUND", "--window-size=1300,1400", "--force-color-profile=srgb"]
+    subprocess.run(
+        [BROWSER, *flags, f"--screenshot={shot}", page.as_uri()], check=True, capture_output=True, timeout=100
+    )
+    pixels = (matplotlib.image.imread(shot)[..., :3] * 255).round().astype(int)
+    for color in ((0x25, 0x63, 0xEB), (0xD9, 0x48, 0x0F)):  # the first two runs' curves
+        drawn = (abs(pixels - color).max(axis=-1) < 8).any(axis=0)
+        assert drawn.sum() > 300  # the curves of a run cross hundreds of pixel columns
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere/at/all"], "run folder nowhere/at/all does not exist"),
+        (["RUN", "-o", "/nonexistent/page.html"], "cannot write /nonexistent/page.html"),
+        (["RUN"] * 7, "at most 6 can be compared"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(runs, capsys, arguments, message):
+    assert main(["report", *(str(runs[0]) if argument == "RUN" else argument for argument in arguments)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_run_without_rows_has_a_page(tmp_path):
+    folder = create_run_folder(tmp_path, "empty")
+    RunWriter(folder).close("failed")
+    assert main(["report", str(folder)]) == 0
+    assert "failed" in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("metric", "title"),
+    [
+        ("train_loss_step", "loss"),
+        ("val_loss", "loss"),
+        ("test/acc", "acc"),
+        ("lr-AdamW", "learning rate"),
+        ("grad_norm", "gradient norm"),
+        ("train_", "train_"),
+    ],
+)
+def test_metrics_of_one_kind_share_a_chart(metric, title):
+    assert chart_title(metric) == title
+
+
+def test_thinning_keeps_peaks_and_order():
+    values = [0.0] * 5000
+    values[1234], values[4321] = 9.0, -9.0
+    steps, kept = thin_out(list(range(5000)), values)
+    assert len(steps) <= 400
+    assert steps == sorted(steps)
+    assert {9.0, -9.0} <= set(kept)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-3.0, 17.0), (1e-6, 2e-6), (5.0, 5.0), (0.0, 0.0)])
+def test_ticks_are_few_round_and_span_the_values(low, high):
+    ticks = round_ticks(low, high)
+    assert 2 <= len(ticks) <= 8
+    assert ticks[0] <= low
+    assert ticks[-1] >= high

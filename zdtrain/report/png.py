@@ -1,0 +1,44 @@
+"""The charts of the page as one PNG picture, with matplotlib."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from zdtrain.errors import ConfigError
+from zdtrain.records.reader import Run
+from zdtrain.report.series import build_charts
+
+_STYLES = ("-", "--", ":", "-.")
+
+
+def save_png(runs: Sequence[Run], path: str | Path) -> None:
+    """Draw the charts of `runs` into the PNG file `path`.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--png needs matplotlib: pip install 'zdtrain[report]'") from error
+    charts = build_charts(runs)
+    num_columns = min(2, len(charts)) or 1
+    num_rows = math.ceil(len(charts) / num_columns) or 1
+    figure = Figure(figsize=(7 * num_columns, 3.6 * num_rows), layout="constrained")
+    for number, chart in enumerate(charts, start=1):
+        axes = figure.add_subplot(num_rows, num_columns, number)
+        metrics = list(dict.fromkeys(line.metric for line in chart.lines))
+        for line in chart.lines:
+            color = f"C{line.run}"
+            label = line.metric if len(runs) == 1 else f"{runs[line.run].name} {line.metric}"
+            style = _STYLES[metrics.index(line.metric) % len(_STYLES)]
+            faint = 0.4 if line.band is not None else 1.0
+            marker = "o" if len(line.steps) == 1 else None
+            axes.plot(line.steps, line.values, style, color=color, alpha=faint, label=label, marker=marker)
+            if line.band is not None:
+                axes.fill_between(line.band.steps, line.band.minima, line.band.maxima, color=color, alpha=0.15)
+                axes.plot(line.band.steps, line.band.means, color=color, linewidth=2)
+        axes.set(title=chart.title, xlabel="step")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
