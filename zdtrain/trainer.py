@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.utilities.argparse import _defaults_from_env_vars
 
 from zdtrain.config import Capture, TrainerOptions
 from zdtrain.consumers.steps import StepStream
@@ -46,6 +47,7 @@ class Trainer(CanTakeBackStop, CanCapture, LightningTrainer):
         >>> trainer = Trainer(max_epochs=3, accelerator="cpu")
     """
 
+    @_defaults_from_env_vars
     def __init__(
         self,
         *,
@@ -64,7 +66,8 @@ class Trainer(CanTakeBackStop, CanCapture, LightningTrainer):
             lightning_quirks=lightning_quirks,
         )
         self._stop_requests = LatchedStop() if lightning_quirks else StopRequests()
-        super().__init__(**kwargs)
+        # undecorated: stock's own look into the environment would hand it our options
+        LightningTrainer.__init__.__wrapped__(self, **kwargs)  # type: ignore[attr-defined]
         self.drain = Drain(runtime_for(self.strategy.root_device))
         self._logger_connector = self._connector = LoggerConnector(self, self._logger_connector, self.drain)
         epoch_loop = EpochLoop(self, self.fit_loop.epoch_loop, lightning_quirks=lightning_quirks)
