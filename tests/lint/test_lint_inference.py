@@ -248,6 +248,14 @@ class Plot(L.Callback):
             return
         print(outputs["loss"].item())
 """,
+        # what is computed from a host tensor and something unknown is on the host
+        """
+class Net(torch.nn.Module):
+    def forward(self, x):
+        on_host = x.cpu()  # noqa: ZD103
+        if (on_host * self.anchors).sum() > 0: x = x * 2
+        return x
+""",
         # what a device-less function of numbers returns is on the host
         """
 class Net(torch.nn.Module):

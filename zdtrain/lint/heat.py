@@ -83,6 +83,7 @@ _GATE = re.compile(
     r"is_(?:log|logging|console|metric|print|eval|save)\w*_(?:step|iter|batch)",
     re.IGNORECASE,
 )
+_LAST_TIME = re.compile(r"(?:^|_)(?:last|prev|previous)(?:_|$)", re.IGNORECASE)
 _TRANSFORM = re.compile(
     r"Crop|Resize|Flip|Jitter|Transform$|Transforms$|Erasing|ToTensor|Augment|RandomAffine|Patchify"
 )
@@ -226,6 +227,12 @@ def _is_interval_compare(test: ast.Compare) -> bool:
     modulo = any(isinstance(side, ast.BinOp) and isinstance(side.op, ast.Mod) for side in sides)
     if modulo:
         return not isinstance(operator, ast.NotEq)
+    if (
+        isinstance(operator, ast.Gt | ast.GtE)
+        and isinstance(test.left, ast.BinOp)
+        and isinstance(test.left.op, ast.Sub)
+    ):
+        return any(_LAST_TIME.search(name) for name in names_in(test.left))  # now - last_time > interval
     if not isinstance(operator, ast.Eq):
         return False
     ticks = names_in(test.left)

@@ -63,7 +63,7 @@ TENSOR_ONLY = frozenset(
         "relu",
     ]
 )
-_DEVICE_WORD = re.compile(r"device|cuda|gpu|rank", re.IGNORECASE)
+_DEVICE_WORD = re.compile(r"device|cuda|gpu|rank|^dev$", re.IGNORECASE)
 WRAPPERS = frozenset(
     [
         "tqdm",
@@ -220,11 +220,16 @@ def container(items: "tuple[Kind, ...] | list[Kind]") -> Kind:
     return k.VALUE if all(item & k.VALUE for item in items) else k.UNKNOWN
 
 
+def _stays_on_host(one: Kind, other: Kind) -> bool:
+    """A host tensor meets a number, another one, or something unknown, which then can't be a device tensor."""
+    return bool(one & k.ON_HOST and (other & (k.ON_HOST | k.VALUE) or not (one & k.SCALAR or other & k.TENSOR)))
+
+
 def binary(left: Kind, right: Kind) -> Kind:
     """The kind of ``left + right``."""
     if (left | right) & k.TENSOR:
         both = left | right
-        on_host = k.ON_HOST if all(side & (k.ON_HOST | k.VALUE) for side in (left, right)) else 0
+        on_host = k.ON_HOST if _stays_on_host(left, right) or _stays_on_host(right, left) else 0
         scalar = k.SCALAR if all(side & (k.SCALAR | k.VALUE) and not side & k.ARRAY for side in (left, right)) else 0
         return k.TENSOR | (both & k.GRAPH) | on_host | scalar | (k.MASK if left & right & k.MASK else 0)
     if left & k.TENSORS or right & k.TENSORS:
