@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.check.zoo.case import Base, batch
-from zdtrain.check import FORMATS, CheckReport, check_step
+from zdtrain.check import CODES, FORMATS, CheckReport, check_step
 
 
 class Faulty(Base):
@@ -78,3 +78,10 @@ def test_shapes_list_every_intermediate_tensor_with_its_module(report: CheckRepo
 
 def test_shapes_are_kept_only_on_request() -> None:
     assert check_step(Base(), batch()).shapes == ()
+
+
+def test_documentation_lists_every_code_as_it_is() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "check.md").read_text(encoding="utf-8")
+    for code in CODES.values():
+        effect = ", ".join(name for name, holds in (("reads", code.reads), ("blocks", code.blocks)) if holds)
+        assert f"| `{code.name}` | {code.severity} | {effect} | {code.title} | {code.remedy} |" in page

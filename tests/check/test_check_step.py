@@ -1,6 +1,7 @@
 """`check_step`: what runs, what is counted, and what is refused."""
 
 import copy
+import logging
 import random
 from typing import Any
 
@@ -142,6 +143,87 @@ def test_data_module_with_batches_of_different_sizes() -> None:
     report = check_step(Validates(), datamodule=Data())
     assert report.codes() == set()
     assert [(stage.name, stage.num_steps) for stage in report.stages] == [("train", 4), ("validation", 2)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"pin_memory": True}, {"num_workers": 1, "pin_memory": True, "persistent_workers": True}],
+    ids=["pinned", "worker"],
+)
+def test_loaders_with_pinned_memory_and_workers(options: dict[str, Any]) -> None:
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(TensorDataset(*batch(32)), batch_size=8, **options)
+
+    assert check_step(Base(), datamodule=Data()).codes() == set()
+
+
+def test_compiled_parts_are_looked_into() -> None:
+    class Compiled(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.compile(self.net)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(self.scaled(x))
+
+        @torch.compile
+        def scaled(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 0.5 if x.sum() > 1e9 else x
+
+    report = check_step(Compiled(), batch())
+    assert report.codes() == {"implicit-host-read"}
+    assert "x.sum() > 1e9" in report.findings[0].message
+
+
+def test_saved_hyperparameters_and_installed_objects_are_not_state_of_the_step() -> None:
+    class Keeps(Base):
+        def __init__(self, weight: torch.Tensor) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.logger_of_mine = logging.getLogger("mine")
+            self.table = np.zeros(10)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.logger_of_mine.debug("a step")
+            return super().training_step(batch, batch_idx)
+
+    assert check_step(Keeps(torch.ones(4)), batch()).codes() == set()
+
+
+def test_array_changed_by_the_step_is_state() -> None:
+    class Counts(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = np.zeros(10)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.table[0] += 1
+            return super().training_step(batch, batch_idx)
+
+    finding = only(check_step(Counts(), batch()), "python-state")
+    assert finding.message == "the step changes `table`"
+
+
+def test_several_shapes_are_compared_only_with_their_like() -> None:
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader([batch(size) for size in (4, 8, 4, 8, 4, 8)], batch_size=None)
+
+    assert check_step(Base(), datamodule=Data(), num_steps=6).codes() == set()
+
+
+def test_host_work_in_on_after_batch_transfer_is_outside_the_step() -> None:
+    class Augments(Base):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            x, y = batch
+            return x * float(x.std()), y
+
+    report = check_step(Augments(), batch())
+    finding = only(report, "host-read")
+    assert (finding.hook, finding.in_step) == ("on_after_batch_transfer", False)
+    assert report.verdict == "capturable"
+    assert report.host_reads_per_step == 1
 
 
 def test_callbacks_run_and_those_that_zdtrain_serves_do_not() -> None:

@@ -148,6 +148,14 @@ def test_autocast_and_the_loss_scaler_work() -> None:
         assert not torch.equal(module.weight, before)
 
 
+def test_half_precision_kernels_that_the_cpu_lacks_are_rounded_from_float32() -> None:
+    with ShadowDevice():
+        x = torch.tensor([0.1, 0.2, 0.3, 0.4], device="cuda", dtype=torch.float16).view(1, 4)
+        squared = torch.cdist(x, x + 1)
+        assert squared.dtype is torch.float16
+        torch.testing.assert_close(squared.cpu(), torch.tensor([[2.0]], dtype=torch.float16))
+
+
 def test_device_branches_run_on_request(shadow_device) -> None:  # noqa: F811
     def place(x: torch.Tensor) -> str:
         return "device" if x.is_cuda and torch.cuda.current_stream().query() else "host"

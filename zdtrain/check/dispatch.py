@@ -185,7 +185,7 @@ class DispatchMode(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            if "not implemented for" not in str(error):
+            if "not implemented for" not in str(error) or func._schema.is_mutable:
                 raise
             return self._run_in_float32(func, args, kwargs)
         finally:

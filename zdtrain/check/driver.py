@@ -130,7 +130,8 @@ def _no_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _leaving_no_trace() -> Iterator[None]:
-    with _same_environment(), _same_randomness(), _no_collection():
+    """Change nothing for whoever runs next, and run compiled functions eagerly, so that their operations are seen."""
+    with _same_environment(), _same_randomness(), _no_collection(), torch.compiler.set_stance("force_eager"):
         yield
 
 

@@ -198,6 +198,8 @@ class Observer(Callback):
 
         @functools.wraps(original)
         def transfer(*args: Any, **kwargs: Any) -> Any:
+            stage = "train" if self.module.trainer.training else "validation"
+            self.recorder.stage, self.recorder.step = stage, self._index[stage]  # the step that is about to begin
             with self.device.recording():
                 return original(*args, **kwargs)
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
@@ -79,12 +80,13 @@ class Recorder:
         self._adopted: list[weakref.ref[torch.Tensor]] = []
         self._prune_at = 10_000
         self._muted = 0
+        self._thread = threading.get_ident()
         self._notes: dict[tuple[object, ...], _Note] = {}
 
     @property
     def is_listening(self) -> bool:
-        """Whether a note would be taken now."""
-        return self.is_armed and not self._muted
+        """Whether a note would be taken now; loader threads are none of the step's business."""
+        return self.is_armed and not self._muted and threading.get_ident() == self._thread
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:

@@ -2,10 +2,13 @@
 
 import functools
 import gc
+import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -13,12 +16,14 @@ from torchmetrics import Metric
 
 from zdtrain.check.definitions import attribute_location, class_location
 from zdtrain.check.dispatch import Born
-from zdtrain.check.source import Location
+from zdtrain.check.source import Location, frame_kind
 
-_DEPTH = 2
+_DEPTH = 3
+"""How far into containers and objects Python state is compared."""
 _LIBRARIES = ("torch.", "lightning.", "torchmetrics.")
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _MAX_ITEMS = 1000
+_MAX_BYTES = 1_000_000
 
 Fingerprint = dict[str, Any]
 
@@ -26,12 +31,19 @@ Fingerprint = dict[str, Any]
 @functools.cache
 def _bookkeeping() -> frozenset[str]:
     """Attributes that torch and Lightning keep for themselves."""
-    return frozenset(vars(LightningModule())) | frozenset(vars(nn.Module())) | {"_lightning_module", "prepare_data"}
+    own = {"_hparams", "_hparams_initial", "_hparams_name"}  # set by save_hyperparameters
+    return frozenset(vars(LightningModule())) | frozenset(vars(nn.Module())) | own
 
 
 def is_library_class(cls: type) -> bool:
     """Whether torch, Lightning or torchmetrics define the class."""
     return cls.__module__.startswith(_LIBRARIES) or cls.__module__ == "torch"
+
+
+def _is_users(cls: type) -> bool:
+    """Whether the user's own code defines the class, rather than an installed package."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return cls.__module__ == "__main__" or (file is not None and frame_kind(file) == "user")
 
 
 def user_attributes(module: nn.Module, ignored: frozenset[str] = frozenset()) -> Iterator[tuple[str, Any]]:
@@ -49,17 +61,16 @@ def _describe(value: Any, depth: int) -> Any:
         return value if value == value else "nan"
     if isinstance(value, torch.Tensor):
         return "tensor"
-    if isinstance(value, _CONTAINERS):
-        items = list(value)
-        return type(value), len(items), tuple(_describe(item, depth - 1) for item in items[:_MAX_ITEMS])
-    if isinstance(value, dict):
-        items = list(value.items())[:_MAX_ITEMS]
+    if isinstance(value, np.ndarray):
+        return value.shape, value.tobytes() if value.nbytes <= _MAX_BYTES else id(value)
+    if depth > 0 and isinstance(value, _CONTAINERS):
+        return type(value), len(value), tuple(_describe(item, depth - 1) for item in islice(value, _MAX_ITEMS))
+    if depth > 0 and isinstance(value, dict):
+        items = islice(value.items(), _MAX_ITEMS)
         return dict, len(value), tuple((str(key), _describe(item, depth - 1)) for key, item in items)
-    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-        return type(value), value.tobytes()
-    if depth <= 0 or isinstance(value, nn.Module) or is_library_class(type(value)) or not hasattr(value, "__dict__"):
-        return id(value)
-    return type(value), tuple((name, _describe(item, depth - 1)) for name, item in sorted(vars(value).items()))
+    if depth > 0 and not isinstance(value, nn.Module) and _is_users(type(value)) and hasattr(value, "__dict__"):
+        return type(value), tuple((name, _describe(item, depth - 1)) for name, item in sorted(vars(value).items()))
+    return id(value), len(value) if isinstance(value, Sized) else 0
 
 
 def python_state(root: nn.Module, ignored: frozenset[str]) -> Fingerprint:
