@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from zdtrain import Trainer
+from zdtrain.errors import ConfigError
 from zdtrain.records import RecordError, RecordWarning, RunRecorder, find_runs, load_run
 
 QUIET = {
@@ -191,6 +192,11 @@ def test_an_unwritable_root_lets_training_go_on_or_stops_it(tmp_path):
 def test_continuing_a_folder_that_holds_no_run_is_refused(tmp_path):
     with pytest.raises(RecordError, match="is not a run folder"):
         RunRecorder(folder=tmp_path)
+
+
+def test_a_remote_root_is_refused():
+    with pytest.raises(ConfigError, match=r"trainer\.records='memory://bucket/runs': run folders are local"):
+        Trainer(records=True, default_root_dir="memory://bucket", logger=False, **QUIET)
 
 
 def test_two_processes_of_one_run_share_one_folder(tmp_path):

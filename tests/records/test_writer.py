@@ -14,6 +14,21 @@ from zdtrain.records import RecordError, RecordWarning, StepRecord, load_run
 from zdtrain.records.folder import create_run_folder
 from zdtrain.records.writer import RunWriter
 
+KILLED = """
+import sys
+from pathlib import Path
+from zdtrain.records import StepRecord
+from zdtrain.records.writer import RunWriter
+writer = RunWriter(Path(sys.argv[1]), chunk_rows=3)
+writer.summarize(status="running")
+writer.write_state()
+print("ready", flush=True)
+for step in range(int(sys.argv[2]), 10**9):
+    writer.add(StepRecord(step=step, epoch=step // 50, batch_idx=step, values={"m": step / 7}, wall_time=float(step)))
+    if step % 100 == 0:
+        writer.write_state()
+"""
+
 
 def record(step, epoch=0, **values):
     return StepRecord(step=step, epoch=epoch, batch_idx=step, values=values, wall_time=1e9 + step)
@@ -78,12 +93,15 @@ def test_a_torn_last_line_is_reported_and_then_repaired(tmp_path):
     assert load_run(tmp_path).is_complete
 
 
-def test_two_recorders_cannot_write_one_folder(tmp_path):
-    writer = RunWriter(tmp_path)
-    writer.write_state()
+def test_two_processes_cannot_record_into_one_folder(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, tmp_path, "0"], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout.readline() == "ready\n"
     with pytest.raises(RecordError, match="another process is recording into"):
         RunWriter(tmp_path).write_state()
-    writer.close("finished")
+    process.kill()
+    process.communicate()
     RunWriter(tmp_path).write_state()
 
 
@@ -109,22 +127,6 @@ def test_a_full_disk_warns_once(tmp_path):
     writer.add(record(0, m=0.0))
     with pytest.warns(RecordWarning, match="No space left on device"):
         writer.add(record(1, m=0.0))
-
-
-KILLED = """
-import sys
-from pathlib import Path
-from zdtrain.records import StepRecord
-from zdtrain.records.writer import RunWriter
-writer = RunWriter(Path(sys.argv[1]), chunk_rows=3)
-writer.summarize(status="running")
-writer.write_state()
-print("ready", flush=True)
-for step in range(int(sys.argv[2]), 10**9):
-    writer.add(StepRecord(step=step, epoch=step // 50, batch_idx=step, values={"m": step / 7}, wall_time=float(step)))
-    if step % 100 == 0:
-        writer.write_state()
-"""
 
 
 def test_kill_at_random_moments_leaves_readable_folders_that_continue_cleanly(tmp_path):

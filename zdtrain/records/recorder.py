@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import Logger
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from typing_extensions import override
 
+from zdtrain.errors import ConfigError
 from zdtrain.records.encoding import to_plain
 from zdtrain.records.environment import describe_environment
 from zdtrain.records.folder import (
@@ -49,6 +50,7 @@ class RunRecorder(Logger):
 
     Raises:
         RecordError: `folder` is not a run folder.
+        ConfigError: `root` is not on a local file system.
 
     Example::
 
@@ -66,6 +68,8 @@ class RunRecorder(Logger):
         chunk_seconds: float = 1.0,
     ) -> None:
         super().__init__()
+        if not _is_local(root):
+            raise ConfigError(f"trainer.records={str(root)!r}: run folders are local, use the path of a local folder")
         if folder is not None and not is_run_folder(folder):
             raise RecordError(f"records.folder: {folder} is not a run folder (it holds no {SUMMARY})")
         self._root, self._run_name = Path(root), name
@@ -74,7 +78,7 @@ class RunRecorder(Logger):
         self._is_off = False
         self._writer: RunWriter | None = None
         self._hparams: dict[str, Any] = {}
-        self._checkpoint_notes: set[Path] = set()
+        self._notes: dict[Path, Path] = {}  # hyperparameters beside a checkpoint → the checkpoint
 
     @property
     def folder(self) -> Path | None:
@@ -187,18 +191,21 @@ class RunRecorder(Logger):
     @override
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
         """Write the hyperparameters beside the checkpoint, and drop those of checkpoints that are gone."""
-        path = Path(checkpoint_callback._last_checkpoint_saved)
+        saved, step = checkpoint_callback._last_checkpoint_saved, checkpoint_callback._last_global_step_saved
         writer = self.experiment
         writer.flush()
-        note = path.with_suffix(".json")
-        step = checkpoint_callback._last_global_step_saved
+        writer.event("checkpoint", path=_below(saved, self.folder), global_step=step)
+        if not _is_local(saved):
+            return
+        path = Path(saved)
         monitored = {
             "monitor": checkpoint_callback.monitor,
             "value": checkpoint_callback.current_score,
             "best_value": checkpoint_callback.best_model_score,
         }
+        note = path.with_suffix(".json").absolute()
         writer.document(
-            str(note.absolute()),
+            str(note),
             {
                 "checkpoint": path.name,
                 "global_step": step,
@@ -207,15 +214,14 @@ class RunRecorder(Logger):
                 "hparams": self._hparams,
             },
         )
-        writer.event("checkpoint", path=os.path.relpath(path, self.folder), global_step=step)
-        self._checkpoint_notes.add(note)
+        self._notes[note] = path
         self._drop_orphaned_notes()
 
     def _drop_orphaned_notes(self) -> None:
         """Remove the notes of checkpoints that top-k deleted."""
-        for note in [note for note in self._checkpoint_notes if not note.with_suffix(".ckpt").exists()]:
+        for note in [note for note, checkpoint in self._notes.items() if not checkpoint.exists()]:
             note.unlink(missing_ok=True)
-            self._checkpoint_notes.discard(note)
+            del self._notes[note]
 
     @override
     @rank_zero_only
@@ -318,7 +324,7 @@ def recorder_for(
     if isinstance(records, RunRecorder):
         return records
     if isinstance(records, bool):
-        return RunRecorder(Path(default_root_dir or ".") / "runs", name=name) if records else None
+        return RunRecorder(os.path.join(default_root_dir or "", "runs"), name=name) if records else None
     return RunRecorder(folder=records) if is_run_folder(records) else RunRecorder(records, name=name)
 
 
@@ -335,6 +341,16 @@ def find_recorder(loggers: list[Logger]) -> RunRecorder | None:
 
 def _is_rank_zero() -> bool:
     return getattr(rank_zero_only, "rank", 0) == 0
+
+
+def _is_local(path: str | Path) -> bool:
+    return "://" not in str(path)
+
+
+def _below(path: str, folder: Path | None) -> str:
+    """`path` relative to the run folder, where it lies in it."""
+    inside = folder is not None and Path(path).absolute().is_relative_to(folder.absolute())
+    return os.path.relpath(path, folder) if inside else path
 
 
 def _flat(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
