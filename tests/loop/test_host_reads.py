@@ -1,0 +1,98 @@
+"""How often the host reads a tensor does not depend on the number of steps."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+import zdtrain
+
+READS = {
+    "aten::_local_scalar_dense",  # item, bool, float, int, format
+    "aten::is_nonzero",
+    "aten::equal",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+}
+
+
+class HostReads(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.name in READS
+        return func(*args, **(kwargs or {}))
+
+
+class Net(pl.LightningModule):
+    """Four metrics; its optimizer reads nothing by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        y = self.net(x)
+        loss = y.square().mean()
+        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        self.log("largest", y.max(), prog_bar=True, reduce_fx="max", on_step=True, on_epoch=True)
+        self.log("sum", y.sum(), on_step=True, on_epoch=True, reduce_fx="sum")
+        self.log("smallest", y.min(), prog_bar=True, on_step=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.net(batch[0]).square().mean(), prog_bar=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 50), "interval": "step"}]
+
+
+def reads_of(trainer_class, steps, folder, **options):
+    data = DataLoader(TensorDataset(torch.randn(steps, 4)), batch_size=1)
+    trainer = trainer_class(
+        accelerator="cpu",
+        max_epochs=1,
+        log_every_n_steps=10,
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
+        logger=CSVLogger(folder),
+        callbacks=[
+            RichProgressBar(),
+            LearningRateMonitor("step"),
+            EarlyStopping("val_loss"),
+            ModelCheckpoint(monitor="val_loss", dirpath=folder),
+        ],
+        **options,
+    )
+    with HostReads() as reads:
+        trainer.fit(Net(), data, DataLoader(TensorDataset(torch.randn(4, 4)), batch_size=2))
+    assert trainer.global_step == steps // options.get("accumulate_grad_batches", 1)
+    return reads.count
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}], ids=str)
+def test_a_fit_reads_as_often_for_400_steps_as_for_200(tmp_path, capsys, options):
+    counts = [reads_of(zdtrain.Trainer, steps, tmp_path / str(steps), **options) for steps in (200, 400)]
+    assert counts[0] == counts[1]
+    assert 0 < counts[0] < 200  # what is read at the end of the epoch
+
+
+def test_the_count_sees_what_stock_lightning_reads(tmp_path, capsys):
+    short, long = (reads_of(pl.Trainer, steps, tmp_path / str(steps)) for steps in (20, 40))
+    assert (long - short) / 20 > 3
+
+
+def test_the_records_of_every_step_cost_no_read(tmp_path, capsys):
+    counts = [reads_of(zdtrain.Trainer, steps, tmp_path / str(steps), records=tmp_path / "runs") for steps in (100, 200)]
+    assert counts[0] == counts[1]
