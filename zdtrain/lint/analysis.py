@@ -181,13 +181,6 @@ class Unit:
         )
 
 
-def analyse(
-    source: Source, rules: Rules, *, outside: Mapping[str, Heat] | None = None, everything: bool = False
-) -> tuple[list[Finding], dict[str, Heat]]:
-    """Analyses one parsed file; see `Unit`."""
-    return Unit(source, rules, outside=outside, everything=everything).run()
-
-
 def merge_heats(into: dict[str, Heat], found: Iterable[tuple[str, Heat]]) -> bool:
     """Adds what was found to what is known; whether anything got hotter."""
     changed = False

@@ -4,6 +4,7 @@ import ast
 
 from zdtrain.lint import infer as i
 from zdtrain.lint import kinds as k
+from zdtrain.lint import results as r
 from zdtrain.lint.expressions import Walk
 from zdtrain.lint.kinds import Kind, Kinds
 from zdtrain.lint.source import Class, Function
@@ -57,7 +58,7 @@ class Calls(Walk):
             rule.check_call(node, name, self)
         self.result.calls.append(CallEdge(name, self.place))
         if name.startswith("torch."):
-            kind = i.torch_function(name, node, arguments)
+            kind = r.torch_function(name, node, arguments)
             return i.flat(kind) & ~k.GRAPH if self.no_grad and not isinstance(kind, tuple) else kind
         if name.startswith(
             ("numpy.", "math.", "random.", "time.", "os.", "json.", "logging.", "re.", "sys.", "datetime.")
@@ -107,7 +108,7 @@ class Calls(Walk):
         if owner & (k.TENSOR | k.OUTPUT):
             if name == "format":
                 return k.VALUE
-            return i.tensor_method(owner, name, node)
+            return r.tensor_method(owner, name, node)
         if owner & k.MODULE:
             return self._module_method(name, arguments)
         if name == "format" and owner & k.VALUE:
@@ -127,7 +128,7 @@ class Calls(Walk):
         if name == "cpu":
             return k.TENSOR | k.ON_HOST
         if name in i.TENSOR_ONLY:
-            return i.tensor_method(k.TENSOR, name, node)
+            return r.tensor_method(k.TENSOR, name, node)
         if owner & k.LOADER:
             return owner if name in ("__iter__",) else k.UNKNOWN
         return self._named_result(name, arguments)

@@ -68,7 +68,7 @@ _RARE = re.compile(
     r"on_\w*(?:epoch|fit|checkpoint|train)_(?:start|end)|on_fit_\w+|main|compute|log_images|"
     r"\w*epoch_end)$"
 )
-_EPOCH = re.compile(r"epoch|^ep$|^e$|^iteration_epoch$", re.IGNORECASE)
+_EPOCH = re.compile(r"epoch|^ep$|^e$", re.IGNORECASE)
 _LOADER = re.compile(
     r"loader|(?:^|_)dl$|(?:^|_)dls?$|batches|data_?iter|(?:train|training|valid|val|test|eval)(?:_|ing_)?(?:data|set|iter)|"
     r"dataset|prefetcher",

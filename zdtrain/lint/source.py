@@ -36,7 +36,6 @@ _ENVIRONMENT = re.compile(r"^(?:\w+_)?envs?$|^environment$")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
-LIGHTNING_MODULES = frozenset({"LightningModule"})
 _MODULE_BASES = re.compile(r"(?:^|\.)(?:\w*Module|Sequential|ModuleList|Transformer|PreTrainedModel)$|^torch\.nn\.")
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "torchmetrics.", "collections.", "abc.", "typing.")
 _DATASET_BASES = re.compile(r"Dataset$|DataModule$|Sampler$")
@@ -86,11 +85,6 @@ class Function:
     parent: "Function | None" = None
     nested: dict[str, "Function"] = field(default_factory=dict)
     loops: list[ast.For | ast.AsyncFor | ast.While] = field(default_factory=list)
-
-    @property
-    def qualname(self) -> str:
-        """Its name as the file would write it from outside: ``Class.method`` or ``function``."""
-        return f"{self.owner.name}.{self.name}" if self.owner else self.name
 
     @property
     def span(self) -> tuple[int, int]:
