@@ -13,10 +13,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zdtrain.errors import LossShapeError
 from zdtrain.step.hooks import Hooks, overrides
 from zdtrain.step.log import StepLog, can_replace_log
-from zdtrain.step.optimization import WindowedOptimization
+from zdtrain.step.optimization import WindowedOptimization, require_one_element
 
 
 class EagerStep:
@@ -194,16 +193,3 @@ def forward_context(precision: Precision) -> Callable[[], AbstractContextManager
         and type(precision).forward_context is Precision.forward_context
     )
     return None if plain else precision.train_step_context
-
-
-def require_one_element(loss: Tensor) -> None:
-    """Refuse a loss that is not one number.
-
-    Raises:
-        LossShapeError: There is more than one element.
-    """
-    if loss.numel() != 1:
-        raise LossShapeError(
-            f"training_step returned a loss of shape {tuple(loss.shape)}; a loss is one number. "
-            "Reduce it, e.g. `loss.mean()`, or `loss.sum()` where the batch size must not matter."
-        )

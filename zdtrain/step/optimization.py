@@ -1,11 +1,15 @@
 """Accumulation windows, and stock Lightning's optimization loop taught to divide by the window's true size."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from torch import Tensor
+
+from zdtrain.errors import LossShapeError
 
 
 class WindowedOptimization(_AutomaticOptimization):
@@ -41,6 +45,12 @@ class WindowedOptimization(_AutomaticOptimization):
             torch._foreach_mul_(gradients, window / held)
 
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
+        result = self._normalized_step(kwargs)
+        if result.closure_loss is not None:
+            require_one_element(result.closure_loss)
+        return result
+
+    def _normalized_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
         batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
         window = self.trainer.accumulate_grad_batches
         divisor = self.divisor(batch_idx)
@@ -52,6 +62,31 @@ class WindowedOptimization(_AutomaticOptimization):
         finally:
             self.trainer.accumulate_grad_batches = window
 
+    def _make_backward_fn(self, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None] | None:
+        backward = super()._make_backward_fn(optimizer)
+        if backward is None:
+            return None
+
+        def backward_fn(loss: Tensor) -> None:
+            backward(loss)
+            if not self.trainer.fit_loop._should_accumulate():
+                self.correct_gradients(optimizer, self.trainer.fit_loop.epoch_loop.batch_idx)
+
+        return backward_fn
+
 
 # The profiler names its actions after the class.
 WindowedOptimization.__name__ = "_AutomaticOptimization"
+
+
+def require_one_element(loss: Tensor) -> None:
+    """Refuse a loss that is not one number.
+
+    Raises:
+        LossShapeError: There is more than one element.
+    """
+    if loss.numel() != 1:
+        raise LossShapeError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}; a loss is one number. "
+            "Reduce it, e.g. `loss.mean()`, or `loss.sum()` where the batch size must not matter."
+        )
