@@ -213,6 +213,68 @@ def test_several_shapes_are_compared_only_with_their_like() -> None:
     assert check_step(Base(), datamodule=Data(), num_steps=6).codes() == set()
 
 
+def test_outputs_collected_for_the_end_of_the_epoch_are_found_although_they_are_cleared() -> None:
+    class Collects(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.train_outputs, self.val_outputs = [], []
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.train_outputs.append(loss.detach())
+            return loss
+
+        def on_train_epoch_end(self) -> None:
+            self.train_outputs.clear()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.val_outputs.append(self(batch[0]))
+
+        def on_validation_epoch_end(self) -> None:
+            self.val_outputs.clear()
+
+    report = check_step(Collects(), batch())
+    assert [(f.code, f.stage, f.message) for f in report.findings] == [
+        ("kept-tensor", "train", "the step adds tensors to `train_outputs`"),
+        ("kept-tensor", "validation", "the step adds tensors to `val_outputs`"),
+    ]
+    assert [stage.verdict for stage in report.stages] == ["capturable with changes"] * 2
+
+
+def test_losses_kept_in_a_global_list_are_found() -> None:
+    kept = []
+
+    class Keeps(Base):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            kept.append(loss * 1.0)
+            return loss
+
+    finding = only(check_step(Keeps(), batch()), "kept-graph")
+    assert finding.message.startswith("something holds results of aten.mul.Tensor")
+    assert finding.file == __file__
+
+
+def test_steps_that_cannot_be_compared_are_remarked() -> None:
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader([batch(size) for size in (4, 5, 6, 7)], batch_size=None)
+
+    report = check_step(Base(), datamodule=Data())
+    assert len(report.remarks) == 1
+    assert report.remarks[0].startswith("train: no two of the 4 steps could be compared")
+    assert check_step(Base(), batch()).remarks == ()
+
+
+def test_an_empty_loader_is_refused() -> None:
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader([], batch_size=None)
+
+    with pytest.raises(ConfigError, match="the training loader gave no batch"):
+        check_step(Base(), datamodule=Data())
+
+
 def test_host_work_in_on_after_batch_transfer_is_outside_the_step() -> None:
     class Augments(Base):
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -246,6 +308,7 @@ def test_callback_of_lightning_that_reads_is_named() -> None:
     report = check_step(Base(), batch(), trainer_options={"callbacks": [EMAWeightAveraging()]})
     assert report.codes() == {"library-host-read"}
     assert all(str(finding.library).startswith("torch.optim.swa_utils.") for finding in report.findings)
+    assert all(finding.file is None for finding in report.findings)
     assert report.host_reads_per_step == 2
     assert report.verdict == "capturable"
 

@@ -96,7 +96,7 @@ def _trace_findings(
                 yield _finding(code, message, place, stage=stage)
 
 
-def _kept_findings(observer: Observer) -> Iterator[Finding]:
+def _kept_findings(observer: Observer, explained: set[tuple[str | None, int | None]]) -> Iterator[Finding]:
     last = max((item.step for item in observer.device.born), default=0)
     seen = set()
     for item, tensor in state.kept_tensors(observer.device.born, last):
@@ -105,7 +105,7 @@ def _kept_findings(observer: Observer) -> Iterator[Finding]:
         place = state.change_location(observer.module, path) if path else item.location
         holder = f"`{path}` holds" if path else "something holds"
         key = (code, place.file, place.line)
-        if key not in seen and place.is_user:
+        if key not in seen and place.is_user and (place.file, place.line) not in explained:
             seen.add(key)
             yield _finding(code, f"{holder} results of {item.name} from earlier steps", place)
 
@@ -129,8 +129,22 @@ def _optimizer_findings(trainer: ObservedTrainer, configure: Location) -> Iterat
             yield _finding("optimizer-not-capturable", f"{type(optimizer).__name__}", configure)
 
 
-def _stage_report(name: str, observer: Observer, findings: list[Finding]) -> StageReport:
-    steps = [step for step in observer.steps if step.stage == name]
+def _by_stage(observer: Observer) -> dict[str, list[Step]]:
+    """The steps of training, which are always there, and of validation, if any ran."""
+    stages = {name: [step for step in observer.steps if step.stage == name] for name in ("train", "validation")}
+    return {name: steps for name, steps in stages.items() if steps or name == "train"}
+
+
+def _remarks(stages: dict[str, list[Step]]) -> Iterator[str]:
+    for name, steps in stages.items():
+        if not list(_comparable(steps)):
+            yield (
+                f"{name}: no two of the {len(steps)} steps could be compared (the first is left out, and the others "
+                "have inputs of different shapes), so numbers and branches that change between steps were not looked for"
+            )
+
+
+def _stage_report(name: str, steps: list[Step], findings: list[Finding]) -> StageReport:
     verdict, fallbacks = judge(findings, name)
     return StageReport(
         name=name,
@@ -145,13 +159,11 @@ def _stage_report(name: str, observer: Observer, findings: list[Finding]) -> Sta
 
 def _recorded(observer: Observer, configure: Location) -> list[Finding]:
     """The notes taken while the steps ran; what an optimizer did on its own is laid at the line that made it."""
-    num_steps = {
-        stage: len([step for step in observer.steps if step.stage == stage]) for stage in ("train", "validation")
-    }
+    num_steps = {stage: len(steps) for stage, steps in _by_stage(observer).items()}
     found = observer.recorder.findings(_FIRST_STEP, num_steps)
     return [
         dataclasses.replace(finding, file=configure.file or None, line=configure.line or None)
-        if finding.file is None and (finding.library or "").startswith(_OPTIMIZERS)
+        if finding.file is None and finding.in_step and (finding.library or "").startswith(_OPTIMIZERS)
         else finding
         for finding in found
     ]
@@ -169,24 +181,23 @@ def analyse(
     configure = method_location(observer.module, "configure_optimizers")
     findings = [*extra, *observer.audits, *_recorded(observer, configure)]
     explained = {(finding.file, finding.line) for finding in findings if finding.severity == "error"}
-    for stage in ("train", "validation"):
-        steps = [step for step in observer.steps if step.stage == stage]
+    for stage, steps in _by_stage(observer).items():
         findings += _trace_findings(stage, steps, configure, explained)
     findings += _logged_findings(observer, explained)
     findings += _metric_findings(observer)
     findings += _optimizer_findings(trainer, configure)
-    findings += _kept_findings(observer)
+    findings += _kept_findings(observer, explained)
     if observer.gradients is not None and not extra:
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         findings += observer.gradients.audit(trainer.optimizers, scaled=scaled)
-    has_validation = any(step.stage == "validation" for step in observer.steps)
-    names = ["train", "validation"] if has_validation else ["train"]
-    training = [step for step in observer.steps if step.stage == "train"]
+    stages = _by_stage(observer)
+    training = stages["train"]
     return CheckReport(
         subject=type(observer.module).__name__,
         device="shadow",
         findings=in_order(findings),
-        stages=tuple(_stage_report(name, observer, findings) for name in names),
+        stages=tuple(_stage_report(name, steps, findings) for name, steps in stages.items()),
         shapes=tuple(training[-1].operations) if keep_shapes and training else (),
         skipped_callbacks=skipped_callbacks,
+        remarks=tuple(_remarks(stages)),
     )

@@ -46,6 +46,8 @@ class DispatchMode(TorchDispatchMode):
         self.born: list[Born] = []
         """Device tensors made while the recorder was listening."""
         self.made_bytes = 0
+        self.ordinal = 0
+        """Number of the step among all steps, whatever their stage."""
         self.module_path: Callable[[], str] = lambda: ""
 
     @classmethod
@@ -55,6 +57,7 @@ class DispatchMode(TorchDispatchMode):
 
     def start_step(self) -> None:
         """Begin a new list of operations."""
+        self.ordinal += 1
         self.operations = []
         self.made_bytes = 0
 
@@ -223,4 +226,4 @@ class DispatchMode(TorchDispatchMode):
         self.operations.append(record(name, leaves, results, context))
         for tensor in made:
             self.made_bytes += tensor.numel() * tensor.element_size()
-            self.born.append(Born(tensor, location, name, self.recorder.step))
+            self.born.append(Born(tensor, location, name, self.ordinal))

@@ -25,6 +25,7 @@ from zdtrain.check.report import CheckReport
 from zdtrain.check.shadow import ShadowDevice
 from zdtrain.check.shapes import ModulePath
 from zdtrain.check.source import frame_kind
+from zdtrain.errors import ConfigError
 from zdtrain.loop.run_scalars import run_scalars
 
 _SERVED_CALLBACKS = (Checkpoint, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar)
@@ -137,7 +138,7 @@ def _leaving_no_trace() -> Iterator[None]:
 
 def _split_callbacks(options: Mapping[str, Any]) -> tuple[list[Callback], tuple[str, ...]]:
     given = options.get("callbacks") or []
-    callbacks = given if isinstance(given, list) else [given]
+    callbacks = given if isinstance(given, list | tuple) else [given]
     run = [callback for callback in callbacks if not isinstance(callback, _SERVED_CALLBACKS)]
     skipped = tuple(type(callback).__name__ for callback in callbacks if isinstance(callback, _SERVED_CALLBACKS))
     return run, skipped
@@ -194,6 +195,8 @@ def run(plan: Plan) -> CheckReport:
                 device.track_modules(path)
             trainer = _make_trainer(plan, observer, callbacks)
             error = _fit(trainer, plan)
+            if error is None and not observer.steps:
+                raise ConfigError("check: no training step ran, because the training loader gave no batch")
             raised = [] if error is None else [_raised(error, observer.recorder.stage)]
             return analyse(
                 observer,

@@ -63,6 +63,7 @@ def render_text(report: CheckReport) -> str:
     for stage in report.stages:
         for reason in stage.fallbacks:
             lines.append(f"  {stage.name} falls back: {reason}")
+    lines += report.remarks
     if report.skipped_callbacks:
         lines.append(f"not run, they read values that have already arrived: {', '.join(report.skipped_callbacks)}")
     if report.shapes:
@@ -110,6 +111,7 @@ def render_json(report: CheckReport) -> str:
         "stages": [_stage_dict(stage) for stage in report.stages],
         "findings": [finding.to_dict() for finding in report.findings],
         "skipped_callbacks": report.skipped_callbacks,
+        "remarks": report.remarks,
         "shapes": shapes,
     }
     return json.dumps(document, indent=2)

@@ -177,8 +177,7 @@ class Observer(Callback):
 
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
-            if self.recorder.stage == "train":
-                self._before = self._snapshot()
+            self._before = self._snapshot()
             self._batch_signature = _signature(args[0]) if args else None
             if position is not None and position < len(args):
                 index = _ObservedIndex(args[position])
@@ -236,7 +235,9 @@ class Observer(Callback):
                         raise
             place = self.recorder.locate()
             fields = {"file": place.file or None, "line": place.line or None, "function": place.function}
-            self.audits.append(make_finding("log-outside-hook", refusal, **fields, stage="module"))
+            finding = make_finding("log-outside-hook", refusal, **fields, stage="module")
+            if finding not in self.audits:
+                self.audits.append(finding)
 
         return log
 
@@ -271,9 +272,7 @@ class Observer(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Compare the module's state before and after the captured part of the step."""
-        if self._before is not None and self._index["train"] > 0:
-            self._compare_state(*self._before, *self._snapshot())
-        self._before = None
+        self._compare_state("training_step")
         if self.gradients is not None:
             self.gradients.look_at_grad_fields()
 
@@ -293,6 +292,7 @@ class Observer(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """End a validation step."""
+        self._compare_state("validation_step")
         self._batch_signature = (self._batch_signature, dataloader_idx)
         self._end_step()
 
@@ -329,29 +329,34 @@ class Observer(Callback):
 
     # ---- state
     def _snapshot(self) -> tuple[state.Fingerprint, dict[str, tuple[int, int]]]:
-        tensors = state.tensor_bindings(self.module, WRAPPED)
         with self.recorder.muted():
-            return state.python_state(self.module, WRAPPED), {
+            tensors = state.tensor_bindings(self.module, WRAPPED)
+            addresses = {
                 path: (id(tensor), tensor.data_ptr() if tensor.layout == torch.strided else 0)
                 for path, tensor in tensors.items()
             }
+            return state.python_state(self.module, WRAPPED), addresses
 
-    def _compare_state(
-        self,
-        python_before: state.Fingerprint,
-        tensors_before: dict[str, tuple[int, int]],
-        python_after: state.Fingerprint,
-        tensors_after: dict[str, tuple[int, int]],
-    ) -> None:
-        rebound = {path for path, was in tensors_before.items() if tensors_after.get(path, was) != was}
+    def _compare_state(self, hook: str) -> None:
+        """Note what `hook`'s step changed that a replay would not change."""
+        before, self._before = self._before, None
+        if before is None or self._index[self.recorder.stage] == 0:  # the first step may fill caches
+            return
+        (python_before, tensors_before), (python_after, tensors_after) = before, self._snapshot()
         bindings = state.tensor_bindings(self.module, WRAPPED)
+        rebound = {path for path, was in tensors_before.items() if tensors_after.get(path, was) != was}
         for path in sorted(rebound):
-            place = state.change_location(self.module, path)
             code = "kept-graph" if bindings[path].grad_fn is not None else "rebound-tensor"
-            self.recorder.add(code, place, f"`{path}` names another tensor after the step", hook="training_step")
-        holds_tensors = {path.partition("[")[0] for path in bindings if "[" in path}
-        changed = {path for path in python_before.keys() | python_after.keys() if path not in rebound}
-        for path in sorted(changed - holds_tensors):
-            if python_before.get(path) != python_after.get(path):
-                place = state.change_location(self.module, path)
-                self.recorder.add("python-state", place, f"the step changes `{path}`", hook="training_step")
+            self._note_change(code, path, f"`{path}` names another tensor after the step", hook)
+        for path in sorted(python_before.keys() | python_after.keys()):
+            if path in rebound or python_before.get(path) == python_after.get(path):
+                continue
+            held = [tensor for item, tensor in bindings.items() if item.startswith(f"{path}[")]
+            if held:
+                code = "kept-graph" if held[-1].grad_fn is not None else "kept-tensor"
+                self._note_change(code, path, f"the step adds tensors to `{path}`", hook)
+            else:
+                self._note_change("python-state", path, f"the step changes `{path}`", hook)
+
+    def _note_change(self, code: str, path: str, message: str, hook: str) -> None:
+        self.recorder.add(code, state.change_location(self.module, path), message, hook=hook)

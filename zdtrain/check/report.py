@@ -53,6 +53,8 @@ class CheckReport:
     """Every operation of one training step, if asked for."""
     skipped_callbacks: tuple[str, ...] = ()
     """Callbacks that were not run because zdtrain serves them from values that have already arrived."""
+    remarks: tuple[str, ...] = ()
+    """What could not be looked for in this run."""
 
     @property
     def verdict(self) -> Verdict:

@@ -4,7 +4,7 @@ import functools
 import gc
 import sys
 from collections import deque
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -70,7 +70,7 @@ def _describe(value: Any, depth: int) -> Any:
         return dict, len(value), tuple((str(key), _describe(item, depth - 1)) for key, item in items)
     if depth > 0 and not isinstance(value, nn.Module) and _is_users(type(value)) and hasattr(value, "__dict__"):
         return type(value), tuple((name, _describe(item, depth - 1)) for name, item in sorted(vars(value).items()))
-    return id(value), len(value) if isinstance(value, Sized) else 0
+    return id(value), len(value) if isinstance(value, (*_CONTAINERS, dict)) else 0
 
 
 def python_state(root: nn.Module, ignored: frozenset[str]) -> Fingerprint:
