@@ -94,5 +94,7 @@ def test_the_count_sees_what_stock_lightning_reads(tmp_path, capsys):
 
 
 def test_the_records_of_every_step_cost_no_read(tmp_path, capsys):
-    counts = [reads_of(zdtrain.Trainer, steps, tmp_path / str(steps), records=tmp_path / "runs") for steps in (100, 200)]
+    counts = [
+        reads_of(zdtrain.Trainer, steps, tmp_path / str(steps), records=tmp_path / "runs") for steps in (100, 200)
+    ]
     assert counts[0] == counts[1]

@@ -5,6 +5,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zdtrain
-
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -158,6 +157,20 @@ def copy_of(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Run the body without Lightning's advice."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 def fit(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
     return trainer.fit(module)
 
@@ -177,8 +190,7 @@ def run(
     torch.manual_seed(7)
     model = module()
     error = result = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with unheard():
         trainer = make_trainer(
             **{
                 **QUIET,

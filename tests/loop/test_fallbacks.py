@@ -1,0 +1,136 @@
+"""What keeps a run on stock Lightning's own loop is named, once, with what was found."""
+
+import logging
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from tests.parity.harness import QUIET, Net
+from zdtrain import Trainer
+
+
+class Manual(Net):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class Iterates(Net):
+    def training_step(self, dataloader_iter):
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch)
+
+
+class OwnStep(Net):
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+
+
+class OwnStrategy(SingleDeviceStrategy):
+    pass
+
+
+class OwnPrecision(Precision):
+    def backward(self, *args, **kwargs):
+        super().backward(*args, **kwargs)
+
+
+def own_strategy(trainer):
+    strategy = OwnStrategy(torch.device("cpu"), accelerator=trainer.accelerator)
+    strategy.precision_plugin = Precision()
+    trainer._accelerator_connector.strategy = strategy
+
+
+def patched_strategy(trainer):
+    backward = trainer.strategy.backward
+    trainer.strategy.backward = lambda *args: backward(*args)
+
+
+def own_precision(trainer):
+    trainer.strategy.precision_plugin = OwnPrecision()
+
+
+def half_precision(trainer):
+    trainer.strategy.precision_plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+
+
+def own_optimization(trainer):
+    trainer.fit_loop.epoch_loop.automatic_optimization = _AutomaticOptimization(trainer)
+
+
+def patched_optimization(trainer):
+    optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+    run = optimization.run
+    optimization.run = lambda *args: run(*args)
+
+
+class SkipsBackward(Callback):
+    def on_train_epoch_start(self, trainer, module):
+        trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward = True
+
+
+def nothing(trainer):
+    pass
+
+
+CASES = [
+    ("profiler", "SimpleProfiler", Net, nothing, {"profiler": "simple"}),
+    ("manual-optimization", "automatic_optimization=False", Manual, nothing, {}),
+    ("dataloader-iter", "training_step takes", Iterates, nothing, {}),
+    ("strategy", "strategy OwnStrategy", Net, own_strategy, {}),
+    ("strategy", "SingleDeviceStrategy.backward is replaced", Net, patched_strategy, {}),
+    ("precision", "OwnPrecision.backward", Net, own_precision, {}),
+    ("loss-scaler", "16-mixed", Net, half_precision, {}),
+    ("module-hook", "OwnStep.optimizer_step", OwnStep, nothing, {}),
+    ("optimization-loop", "automatic_optimization was replaced", Net, own_optimization, {}),
+    ("optimization-loop", "automatic_optimization was replaced", Net, patched_optimization, {}),
+    ("skip-backward", "skips the backward pass", Net, nothing, {"callbacks": [SkipsBackward()]}),
+]
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What Lightning's loggers say at level INFO."""
+    messages = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            messages.append(record.getMessage())
+
+    logger, handler = logging.getLogger("lightning.pytorch"), Keep()
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "module", "prepare", "options"), CASES, ids=[f"{case[0]}-{case[3].__name__}" for case in CASES]
+)
+def test_a_fallback_is_named_once_and_kept(tmp_path, said, code, text, module, prepare, options):
+    trainer = Trainer(**{**QUIET, "default_root_dir": tmp_path, "logger": False, **options})
+    prepare(trainer)
+    trainer.fit(module())
+    reasons = trainer.fit_loop.epoch_loop.fallbacks
+    assert [reason.code for reason in reasons] == [code]
+    assert text in reasons[0].message
+    messages = [message for message in said if f"[{code}]" in message]
+    assert len(messages) == 1  # although there were two epochs
+    assert text in messages[0]
+
+
+def test_an_ordinary_fit_names_none(tmp_path, said):
+    trainer = Trainer(**{**QUIET, "default_root_dir": tmp_path, "logger": False})
+    trainer.fit(Net())
+    assert trainer.fit_loop.epoch_loop.fallbacks == []
+    assert not [message for message in said if "stock Lightning's loop" in message]
