@@ -268,3 +268,23 @@ class Net(torch.nn.Module):
 def test_patterns_of_real_code_that_read_nothing(source: str) -> None:
     header = "import math\nimport torch\nimport torchvision.transforms.functional as F\nimport lightning as L\n"
     assert [finding.code for finding in lint_source(header + source) if finding.code < "ZD2"] == []
+
+
+def test_a_variable_that_is_another_name_of_a_function_is_followed() -> None:
+    source = """\
+import numpy as np
+import torch
+
+wait = torch.cuda.synchronize
+Tensor = torch.cuda.FloatTensor if cuda else torch.FloatTensor
+
+def train(model, loader, optimizer):
+    for x in loader:
+        noise = Tensor(np.random.normal(0, 1, (4, 4)))
+        room = Tensor(4, 4)
+        model(noise).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wait()
+"""
+    assert [(finding.line, finding.code) for finding in lint_source(source)] == [(9, "ZD119"), (14, "ZD110")]

@@ -226,11 +226,14 @@ class Calls(Walk):
         return self.unit.returns(function, tuple(arguments))
 
     def _name_call(self, node: ast.Call, name: str, arguments: list[Kind]) -> Kinds:
-        dotted = self.source.imports.get(name, name)
+        alias = self._alias(name)
+        dotted = alias or self.source.imports.get(name, name)
         for rule in self.rules.on_call.get(dotted, ()):
             rule.check_call(node, dotted, self)
         for rule in self.rules.on_method.get(name, ()) if "." in dotted else ():
             rule.check_call(node, dotted, self)
+        if alias:
+            return self._library_call(node, alias, arguments)
         nested = self._nested(name)
         if nested is not None:
             return self._local_call(nested, arguments)
@@ -254,6 +257,13 @@ class Calls(Walk):
         if called & k.MODULE:
             return k.TENSOR | k.OUTPUT | self._graph()
         return self._builtin(node, name, arguments)
+
+    def _alias(self, name: str) -> str:
+        """The library function that a variable is another name of; empty if it is none."""
+        if name in self.env:
+            return self.aliases.get(name, "")
+        body = self.unit.walks.get(self.source.body)
+        return body.aliases.get(name, "") if body is not None else ""
 
     def _nested(self, name: str) -> Function | None:
         function: Function | None = self.function

@@ -42,6 +42,8 @@ class Walk:
         self.cold_names: set[str] = set()
         """Names last assigned outside any loop that trains."""
         self.calls_module = False
+        self.aliases: dict[str, str] = {}
+        """Names that were given a function of a library: ``wait = torch.cuda.synchronize``."""
         self._kinds: dict[ast.expr, Kinds] = {}
         self._applied: dict[ast.expr, str] = {}
         self._steps = bool(h.within(self.source.step_lines[0], *function.span))

@@ -215,6 +215,17 @@ class Flow(Calls):
             self._assign(target, kind)
             if isinstance(node.value, ast.Call):
                 self._remember_class(target, node.value)
+            if isinstance(target, ast.Name):
+                self._remember_alias(target.id, node.value)
+
+    def _remember_alias(self, name: str, value: ast.expr) -> None:
+        self.aliases.pop(name, None)
+        if isinstance(value, ast.IfExp):  # Tensor = torch.cuda.FloatTensor if cuda else torch.FloatTensor
+            value = value.body
+        if isinstance(value, ast.Attribute):
+            dotted = self.dotted(value)
+            if dotted.startswith("torch."):
+                self.aliases[name] = dotted
 
     def _remember_class(self, target: ast.expr, call: ast.Call) -> None:
         name = self.dotted(call.func)

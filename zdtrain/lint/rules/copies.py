@@ -9,6 +9,8 @@ from zdtrain.lint.finding import Edit, Severity
 from zdtrain.lint.infer import is_constant, keyword, names_cpu, names_device
 from zdtrain.lint.rules.base import Rule, Scope, replaced, short
 
+_CUDA_TYPES = tuple(f"torch.cuda.{name}Tensor" for name in ("Float", "Double", "Half", "Long", "Int", "Bool", "Byte"))
+
 
 class BlockingCopy(Rule):
     """Finds copies to the device without `non_blocking=True`.
@@ -169,15 +171,20 @@ class NumberToDevice(Rule):
     name = "number-to-device"
     severity = Severity.WARNING
     scope = Scope.HOT
-    functions = ("torch.tensor", "torch.as_tensor", "torch.scalar_tensor")
+    functions = ("torch.tensor", "torch.as_tensor", "torch.scalar_tensor", *_CUDA_TYPES)
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
-        device = keyword(node, "device")
-        if device is None or names_cpu(device) or not node.args or not flow.kind(node.args[0]) & k.VALUE:
+        if not node.args:
             return
-        flow.report(
-            self, node, f"`{name}({short(node.args[0])}, device=…)` copies from the host in every step; make it once"
-        )
+        value, kind = node.args[0], flow.kind(node.args[0])
+        device = keyword(node, "device")
+        if name in _CUDA_TYPES:
+            copies = bool(kind & k.ARRAY) or isinstance(value, ast.List | ast.Tuple)
+        else:
+            copies = device is not None and not names_cpu(device) and bool(kind & k.VALUE)
+        if copies:
+            made = f"`{short(node.func)}({short(value)}…)`"
+            flow.report(self, node, f"{made} copies from the host in every step; make it once")
 
 
 class TensorFromTensors(Rule):
