@@ -194,6 +194,19 @@ def test_continuing_a_folder_that_holds_no_run_is_refused(tmp_path):
         RunRecorder(folder=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RunRecorder(on_error="wran"), r"records.on_error='wran': use one of warn, raise"),
+        (lambda: RunRecorder(chunk_rows=0), r"records.chunk_rows=0: use 1 or more"),
+        (lambda: Trainer(records=3.5, **QUIET), r"trainer.records=3.5: use True, False, the path"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
 def test_a_remote_root_is_refused():
     with pytest.raises(ConfigError, match=r"trainer\.records='memory://bucket/runs': run folders are local"):
         Trainer(records=True, default_root_dir="memory://bucket", logger=False, **QUIET)

@@ -7,7 +7,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lightning.fabric.loggers.logger import _DummyExperiment, rank_zero_experiment
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -50,7 +50,7 @@ class RunRecorder(Logger):
 
     Raises:
         RecordError: `folder` is not a run folder.
-        ConfigError: `root` is not on a local file system.
+        ConfigError: `root` is not on a local file system, or another option cannot be used.
 
     Example::
 
@@ -70,6 +70,10 @@ class RunRecorder(Logger):
         super().__init__()
         if not _is_local(root):
             raise ConfigError(f"trainer.records={str(root)!r}: run folders are local, use the path of a local folder")
+        if on_error not in get_args(OnError):
+            raise ConfigError(f"records.on_error={on_error!r}: use one of {', '.join(get_args(OnError))}")
+        if chunk_rows < 1:
+            raise ConfigError(f"records.chunk_rows={chunk_rows!r}: use 1 or more")
         if folder is not None and not is_run_folder(folder):
             raise RecordError(f"records.folder: {folder} is not a run folder (it holds no {SUMMARY})")
         self._root, self._run_name = Path(root), name
@@ -320,9 +324,14 @@ def recorder_for(
             which the run folder is made; or a recorder.
         default_root_dir: The trainer's; None is the working directory.
         name: Name of a new run folder.
+
+    Raises:
+        ConfigError: `records` is none of these.
     """
     if isinstance(records, RunRecorder):
         return records
+    if not isinstance(records, bool | str | Path):
+        raise ConfigError(f"trainer.records={records!r}: use True, False, the path of a folder, or a RunRecorder")
     if isinstance(records, bool):
         return RunRecorder(os.path.join(default_root_dir or "", "runs"), name=name) if records else None
     return RunRecorder(folder=records) if is_run_folder(records) else RunRecorder(records, name=name)
