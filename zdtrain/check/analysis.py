@@ -136,12 +136,15 @@ def _by_stage(observer: Observer) -> dict[str, list[Step]]:
 
 
 def _remarks(stages: dict[str, list[Step]]) -> Iterator[str]:
+    """What was not looked for, because it shows only in the difference between two steps."""
     for name, steps in stages.items():
-        if not list(_comparable(steps)):
-            yield (
-                f"{name}: no two of the {len(steps)} steps could be compared (the first is left out, and the others "
-                "have inputs of different shapes), so numbers and branches that change between steps were not looked for"
-            )
+        if len(steps) < _FIRST_STEP + 2:
+            reason = f"only {len(steps)} ran and the first is left out"
+        elif not list(_comparable(steps)):
+            reason = "each has inputs of other shapes"
+        else:
+            continue
+        yield f"{name}: no two steps could be compared ({reason}), so changing numbers and branches were not looked for"
 
 
 def _stage_report(name: str, steps: list[Step], findings: list[Finding]) -> StageReport:
