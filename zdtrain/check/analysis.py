@@ -164,12 +164,17 @@ def _recorded(observer: Observer, configure: Location) -> list[Finding]:
     """The notes taken while the steps ran; what an optimizer did on its own is laid at the line that made it."""
     num_steps = {stage: len(steps) for stage, steps in _by_stage(observer).items()}
     found = observer.recorder.findings(_FIRST_STEP, num_steps)
-    return [
-        dataclasses.replace(finding, file=configure.file or None, line=configure.line or None)
-        if finding.file is None and finding.in_step and (finding.library or "").startswith(_OPTIMIZERS)
-        else finding
-        for finding in found
-    ]
+    return [_at_the_optimizer(finding, configure) if _is_optimizers_own(finding) else finding for finding in found]
+
+
+def _is_optimizers_own(finding: Finding) -> bool:
+    return finding.file is None and finding.in_step and (finding.library or "").startswith(_OPTIMIZERS)
+
+
+def _at_the_optimizer(finding: Finding, configure: Location) -> Finding:
+    """Such an optimizer steps eagerly, outside the captured part."""
+    file, line = configure.file or None, configure.line or None
+    return dataclasses.replace(finding, file=file, line=line, in_step=False)
 
 
 def analyse(

@@ -172,7 +172,7 @@ _ALL = (
     ),
     Code(
         name="rebound-tensor",
-        title="the step binds an attribute to a new tensor; a replay writes the old address",
+        title="the step binds an attribute to a new tensor, which costs a copy back or prevents a replay",
         remedy="write into the tensor: self.x.copy_(new), self.x.mul_(a).add_(b)",
         blocks=True,
     ),
@@ -222,15 +222,15 @@ _ALL = (
     ),
     Code(
         name="optimizer-not-capturable",
-        title="this optimizer keeps host state or re-runs the step, so it cannot be captured",
+        title="this optimizer computes on the host, so it steps eagerly after the captured part of the step",
         remedy="use zdtrain.optim.SimpleAdam or an optimizer with capturable=True or fused=True",
-        blocks=True,
-        fixable=False,
+        severity="warning",
     ),
     Code(
         name="loss-shape",
         title="the loss is not a scalar",
         remedy="reduce it: loss.mean() or loss.sum(); a loss of shape [1] needs loss.squeeze()",
+        blocks=True,
     ),
     # ---- module audit
     Code(
@@ -281,6 +281,7 @@ _ALL = (
         name="log-outside-hook",
         title="self.log is called where Lightning does not allow it",
         remedy="log in a *_step, *_epoch_end or batch hook",
+        blocks=True,
     ),
     Code(
         name="step-raised",
@@ -333,7 +334,7 @@ class Finding:
     @property
     def blocks(self) -> bool:
         """Whether it stands in the way of a capture."""
-        return CODES[self.code].blocks and self.in_step and self.severity != "note"
+        return CODES[self.code].blocks and self.in_step and self.severity == "error"
 
     @property
     def reads(self) -> bool:

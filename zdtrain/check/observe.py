@@ -248,7 +248,8 @@ class Observer(Callback):
             return result
         made = [item.location for item in self.device.born if item.reference() is loss]
         place = made[-1] if made else method_location(self.module, "training_step")
-        self.recorder.add("loss-shape", place, f"the loss has shape {tuple(loss.shape)}")
+        severity = "warning" if loss.numel() == 1 else "error"  # torch takes the gradient of one element
+        self.recorder.add("loss-shape", place, f"the loss has shape {tuple(loss.shape)}", severity=severity)
         with self.recorder.muted():
             mean = loss.mean()
         return {**result, "loss": mean} if isinstance(result, dict) else mean
@@ -347,7 +348,9 @@ class Observer(Callback):
         rebound = {path for path, was in tensors_before.items() if tensors_after.get(path, was) != was}
         for path in sorted(rebound):
             code = "kept-graph" if bindings[path].grad_fn is not None else "rebound-tensor"
-            self._note_change(code, path, f"`{path}` names another tensor after the step", hook)
+            # a captured step copies the new value of a plain attribute back; it does not look into containers
+            severity = "error" if "[" in path else "warning"
+            self._note_change(code, path, f"`{path}` names another tensor after the step", hook, severity=severity)
         for path in sorted(python_before.keys() | python_after.keys()):
             if path in rebound or python_before.get(path) == python_after.get(path):
                 continue
@@ -358,5 +361,5 @@ class Observer(Callback):
             else:
                 self._note_change("python-state", path, f"the step changes `{path}`", hook)
 
-    def _note_change(self, code: str, path: str, message: str, hook: str) -> None:
-        self.recorder.add(code, state.change_location(self.module, path), message, hook=hook)
+    def _note_change(self, code: str, path: str, message: str, hook: str, **fields: Any) -> None:
+        self.recorder.add(code, state.change_location(self.module, path), message, hook=hook, **fields)

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
+from typing import Any
 
 import torch
 
@@ -140,9 +141,16 @@ class Recorder:
             location, frame = locate(self.boundary)
             self.add(code, location, _message(what, expression(frame), location))
 
-    def add(self, code: str, location: Location, message: str, *, hook: str | None = None) -> None:
-        """Count one occurrence of `code` at `location`, in the running hook unless another is named."""
-        hook = self.hook() if hook is None else hook
+    def add(self, code: str, location: Location, message: str, **fields: Any) -> None:
+        """Count one occurrence of `code` at `location`.
+
+        Args:
+            code: a name in `CODES`.
+            location: where.
+            message: what.
+            fields: other fields of the finding, instead of the running hook and the severity of the code.
+        """
+        hook = fields.setdefault("hook", self.hook())
         key = (code, location.file, location.line, location.library, self.stage, hook)
         note = self._notes.get(key)
         if note is None:
@@ -154,8 +162,8 @@ class Recorder:
                 function=location.function or None,
                 library=location.library,
                 stage=self.stage,
-                hook=hook,
                 in_step=hook in IN_STEP,
+                **fields,
             )
             note = self._notes[key] = _Note(finding)
         note.steps[self.step] = note.steps.get(self.step, 0) + 1

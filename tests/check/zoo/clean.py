@@ -314,7 +314,7 @@ CASES = [
     Case(make=MovingAverageInPlace),
     Case(make=DeviceRandomness),
     Case(make=MaskedLoss),
-    Case(make=GumbelOneHot),
+    Case(make=GumbelOneHot, reads_on_cpu=True),
     Case(make=ManualTwoOptimizers),
     Case(make=HostWorkAroundTheStep),
     Case(make=LazyCache),

@@ -147,8 +147,8 @@ CASES = [
     _fault(DetachedBranch, "zero-gradient"),
     _fault(NanGradient, "nonfinite-gradient"),
     _fault(ForgottenByOptimizer, "not-in-optimizer"),
-    _fault(LogsInWrongHook, "log-outside-hook"),
-    _fault(VectorLoss, "loss-shape"),
+    _fault(LogsInWrongHook, "log-outside-hook", verdict=FIXABLE),
+    _fault(VectorLoss, "loss-shape", verdict=FIXABLE),
     _fault(OneElementLoss, "loss-shape"),
     _fault(Raises, "step-raised", verdict=NOT),
 ]

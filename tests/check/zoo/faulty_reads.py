@@ -125,7 +125,8 @@ class CopiesToHost(Base):
 class Synchronizes(Base):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
-        torch.cuda.synchronize()  # fault
+        if loss.is_cuda:
+            torch.cuda.synchronize()  # fault
         return loss
 
 
@@ -151,7 +152,8 @@ class PinnedCopyEachStep(Base):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
         if not hasattr(self, "pinned"):
-            object.__setattr__(self, "pinned", torch.ones(4, device="cpu", dtype=torch.float32).pin_memory())
+            weight = torch.ones(4, device="cpu", dtype=torch.float32)
+            object.__setattr__(self, "pinned", weight.pin_memory() if x.is_cuda else weight)
         return F.cross_entropy(self(x), y, weight=self.pinned.to(x.device, non_blocking=True))  # fault
 
 
@@ -279,8 +281,8 @@ CASES = [
     _fault(SingularValues, "kernel-host-read", verdict=NOT, device_only=True),
     _fault(CopiesToHost, "copy-to-host", device_only=True),
     _fault(Synchronizes, "device-synchronize", device_only=True),
-    _fault(TensorFromList, "copy-to-device", device_only=True),
-    _fault(MovesEachStep, "copy-to-device", device_only=True),
+    _fault(TensorFromList, "copy-to-device"),
+    _fault(MovesEachStep, "copy-to-device"),
     _fault(PinnedCopyEachStep, "async-copy-to-device", device_only=True),
     _fault(CpuTensorInDeviceWork, "cpu-tensor", device_only=True),
     _fault(DeviceLess, "device-less-tensor", "copy-to-device", device_only=True),

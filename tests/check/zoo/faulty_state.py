@@ -1,5 +1,6 @@
 """One planted fault each: what a capture freezes, rebinds or keeps."""
 
+import itertools
 import random
 import time
 from random import random as draw
@@ -14,7 +15,6 @@ from torch import nn
 from .case import CLASSES, Base, Case
 
 FIXABLE = "capturable with changes"
-NOT = "not capturable"
 
 
 class UsesBatchIndex(Base):
@@ -93,17 +93,15 @@ class ChangesDropout(Base):
         return self.net(x)  # fault
 
 
-class BranchesInPython(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = [0]
+_SWITCH = itertools.cycle([False, True])
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.phase[0] = batch_idx % 2
+
+class BranchesInPython(Base):
+    """The branch depends on state outside the module."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
-        if self.phase[0]:
+        if next(_SWITCH):
             loss = loss.abs() + loss.square()  # fault
         return loss
 
@@ -295,13 +293,13 @@ CASES = [
     _fault(CountsInPython, "python-state"),
     _fault(CountsInObject, "python-state"),
     _fault(CountsInSubmodule, "python-state"),
-    _fault(RebindsBuffer, "rebound-tensor"),
+    _fault(RebindsBuffer, "rebound-tensor", verdict="capturable"),
     _fault(RebindsHiddenState, "rebound-tensor"),
     _fault(KeepsLosses, "kept-graph"),
-    _fault(KeepsLastLoss, "kept-graph"),
+    _fault(KeepsLastLoss, "kept-graph", verdict="capturable"),
     _fault(KeepsOutputs, "kept-tensor"),
     _fault(ReplacesLearningRate, "lr-replaced"),
     _fault(ListMetric, "metric-list-state"),
-    _fault(UsesLBFGS, "optimizer-not-capturable", "library-host-read", verdict=NOT),
-    _fault(AdagradWithDecay, "optimizer-not-capturable", verdict=NOT),
+    _fault(UsesLBFGS, "optimizer-not-capturable", "library-host-read", verdict="capturable"),
+    _fault(AdagradWithDecay, "optimizer-not-capturable", verdict="capturable"),
 ]
