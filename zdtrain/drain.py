@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zdtrain.device.base import Event, Runtime
+from zdtrain.device.base import Event, Runtime, StreamName
 
 Value = float | int | bool
 Deliver = Callable[[list[Value]], None]
@@ -71,15 +71,16 @@ class Drain:
 
         self.send(pack(cells, device), merge)
 
-    def send(self, packed: Tensor, deliver: Deliver) -> None:
+    def send(self, packed: Tensor, deliver: Deliver, *, stream: StreamName = "train") -> None:
         """Bring `packed`, which nobody writes to again, to the host.
 
         Args:
             packed: Values side by side, shape=(n,), float64, on the device.
             deliver: Whom the n numbers go to.
+            stream: The stream that made `packed`.
         """
         carrier = self._carrier(packed.numel())
-        carrier.written.record("train")
+        carrier.written.record(stream)
         self.runtime.copy_async(carrier.buffer, packed, "drain", after=carrier.written, done=carrier.done)
         self._under_way.append(Delivery(packed=packed, carrier=carrier, deliver=deliver))
         self.poll()

@@ -85,6 +85,10 @@ class Runtime(Protocol):
         """The device this runtime is bound to."""
 
     @property
+    def is_immediate(self) -> bool:
+        """Whether what was enqueued is done, so that the host may look at tensors for nothing."""
+
+    @property
     def counters(self) -> Counters:
         """Host waits, host reads and copies so far."""
 

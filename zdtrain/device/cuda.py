@@ -78,6 +78,7 @@ class CudaRuntime:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
+        self.is_immediate = False
         self.counters = Counters()
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._pool: Any = None  # torch's opaque pool handle

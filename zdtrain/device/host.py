@@ -44,6 +44,7 @@ class HostRuntime:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
+        self.is_immediate = self.device.type == "cpu"
         self.counters = Counters()
 
     def training(self) -> AbstractContextManager[None]:

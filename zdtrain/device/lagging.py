@@ -109,6 +109,7 @@ class LaggingRuntime(HostRuntime):
 
     def __init__(self, *, lag: int = 1) -> None:
         super().__init__()
+        self.is_immediate = False
         self.lag = lag
         self.log: list[str] = []
         """What happened, in order: records, waits, copies enqueued, copies run, events seen done."""
