@@ -77,6 +77,9 @@ class CapturedStep(EagerStep):
         finally:
             self._entry = None
             self._tensor_leaves = []
+            if not self._session.started:
+                self._session.started = True
+                self._validations = -1  # lazy modules came into being: look again
 
     def _find_entry(self, batch: Any, batch_idx: int, accumulate: bool) -> Entry | None:
         """Return what is known of steps like this one; None where they run eagerly whatever they are."""
@@ -218,6 +221,10 @@ class CapturedStep(EagerStep):
             if metric.is_tensor and metric._update_count != count:
                 what = f"self.log({metric.meta.name!r}, ..., enable_graph=True) keeps the graph of every step"
                 seen.reasons.append(FallbackReason(code="logged-graph", message=what))
+        for slot in around.slots():
+            if isinstance(slot.weight, Tensor):
+                what = f"self.log({slot.meta.name!r}, ..., batch_size=...) gets a tensor; give a number"
+                seen.reasons.append(FallbackReason(code="logged-batch-size", message=what))
         entry.observations.append(seen)
         if earlier is not None:
             session.refuse(entry, list(obstacles(earlier, seen)))

@@ -1,8 +1,8 @@
 """A recorded step: the program, and the host's share of what the step did, to be done again at every replay."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -53,6 +53,10 @@ class Surroundings:
         found.update({f"input {index}": value for index, value in enumerate(inputs)})
         return {name: value for name, value in found.items() if value is None or isinstance(value, Tensor)}
 
+    def slots(self) -> list[MetricSlot]:
+        """Return the logged values that are kept in banks."""
+        return [metric for metric in self.results.values() if isinstance(metric, MetricSlot)]
+
     def metric_counts(self) -> list[tuple[Any, int]]:
         """Return what is logged and is no slot, with its number of updates."""
         return [(m, m._update_count) for m in self.results.values() if not isinstance(m, MetricSlot)]
@@ -74,7 +78,8 @@ class Recorder:
         self.carried = carried
         self._counts = surroundings.metric_counts()
         self._zeroed = surroundings.zero_grad.total.completed
-        self.slots: list[tuple[MetricSlot, Any, Tensor]] = []
+        self._weights = {id(slot): (slot.weight, slot._update_count) for slot in surroundings.slots()}
+        self.slots: list[LoggedValue] = []
         self.metrics: list[Any] = []
         self.zeroes = False
         self.n_returned = 0
@@ -90,15 +95,42 @@ class Recorder:
         """
         around = self.surroundings
         self.zeroes = around.zero_grad.total.completed != self._zeroed
-        self.slots = [(s, s.pending, s.cell) for bank in around.results.banks for s in bank.written.values()]
         self.metrics = [metric for metric, count in self._counts if metric._update_count != count]
         around.results.commit()
+        self.slots = [*self._logged()]
         leaves, self.structure = pytree.tree_flatten(output)
         self.leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         returned = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
         self.n_returned = len(returned)
         carried = [tensor.detach() for tensor in self.carried.tensors() if tensor is not None]
         return [loss, *returned, *(p.grad for p in around.parameters), *carried]
+
+    def _logged(self) -> Iterator["LoggedValue"]:
+        for slot in self.surroundings.slots():
+            weight, count = self._weights.get(id(slot), (0, 0))
+            if slot._update_count != count:
+                yield LoggedValue(slot, slot.weight - weight, slot._update_count - count, slot.cell)
+
+
+class LoggedValue(NamedTuple):
+    """What a step logged under one name, as far as the host counts it."""
+
+    slot: MetricSlot
+    """Where it goes."""
+    weight: int
+    """Batch sizes, summed."""
+    times: int
+    """How often it was logged."""
+    cell: Tensor
+    """Where the program writes the value."""
+
+    def count(self) -> None:
+        """Do the host's share of a replay."""
+        slot, state = self.slot, self.slot.__dict__
+        state["weight"] += self.weight
+        state["_update_count"] += self.times
+        state["has_reset"], state["_computed"] = False, None
+        slot.bank.fresh.add(slot.index)  # type: ignore[union-attr]
 
 
 class Recording:
@@ -137,7 +169,7 @@ class Recording:
 
     def fits(self, inputs: Sequence[Tensor | None]) -> bool:
         """Return whether the program may run on `inputs`, and logged values still lie where it writes them."""
-        if any(slot.cell is not cell for slot, _, cell in self._taken.slots):
+        if any(logged.slot.cell is not logged.cell for logged in self._taken.slots):
             return False
         return layout_of([inputs[index] for index in self._checked]) == self._layout
 
@@ -171,10 +203,8 @@ class Recording:
                 parameter.grad = gradient
         taken.carried.replace(list(carried))
         count_updates(around.module, self._updates)
-        for slot, size, _ in taken.slots:
-            slot.pending = size
-            slot.note_folded()
-            slot.bank.fresh.add(slot.index)  # type: ignore[union-attr]
+        for logged in taken.slots:
+            logged.count()
         for metric in taken.metrics:
             note_metric(metric)
         if taken.zeroes:

@@ -87,6 +87,7 @@ class CaptureSession:
         self.runtime = runtime
         self.watch: Any = None  # the `Watch` of the step that runs now, if any
         self.epoch_in_key = False
+        self.started = False  # whether a step ran
         self.steps_eager = 0
         self.steps_replayed = 0
         self.host_reads = 0
