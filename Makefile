@@ -19,6 +19,7 @@ test: $(VENV)/.test
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/zdtrain lint zdtrain examples
 
 types: $(VENV)/.dev
 	$(BIN)/mypy

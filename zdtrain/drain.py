@@ -3,6 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class Drain:
         """Bring `values` (one element each) to the host and hand them to `deliver` as Python numbers."""
         device = self.runtime.device
         dtypes = [value.dtype for value in values]
-        here = {
+        here: dict[int, Any] = {
             i: value.detach().reshape(()).tolist()
             for i, value in enumerate(values)
             if value.device.type == "cpu" != device.type

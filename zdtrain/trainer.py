@@ -4,6 +4,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.utilities.argparse import _defaults_from_env_vars
 
@@ -66,6 +67,11 @@ class Trainer(CanTakeBackStop, CanCapture, LightningTrainer):
             lightning_quirks=lightning_quirks,
         )
         self._stop_requests = LatchedStop() if lightning_quirks else StopRequests()
+        recorder = None
+        if not (kwargs.get("fast_dev_run") or kwargs.get("barebones")):  # these write nothing, as in stock
+            recorder = recorder_for(records, kwargs.get("default_root_dir"))
+        if recorder is not None and kwargs.get("logger") is None:
+            kwargs["logger"] = False  # nobody asked for another logger: the run folder is the one
         # undecorated: stock's own look into the environment would hand it our options
         LightningTrainer.__init__.__wrapped__(self, **kwargs)  # type: ignore[attr-defined]
         self.drain = Drain(runtime_for(self.strategy.root_device))
@@ -78,10 +84,10 @@ class Trainer(CanTakeBackStop, CanCapture, LightningTrainer):
         self.counters_on_device = False
         if scalars is not None:
             self.callbacks.insert(0, ScalarsState(self._scalars))  # type: ignore[attr-defined]
-        self.recorder = recorder_for(records, self.default_root_dir)
-        if self.recorder is not None:
-            attach_recorder(self, self.recorder)
-            stream = StepStream(self.drain, [self.recorder])
+        self.recorder = recorder
+        if recorder is not None:
+            attach_recorder(self, recorder)
+            stream = StepStream(self.drain, [recorder])
             self._connector.rows = StepRows(epoch_loop.results, stream)
 
     @property
@@ -98,6 +104,13 @@ class Trainer(CanTakeBackStop, CanCapture, LightningTrainer):
         if self.counters_on_device:
             self._scalars.global_step = self.global_step
             self._scalars.current_epoch = self.current_epoch
+
+    def _run(
+        self, model: LightningModule, ckpt_path: str | Path | None = None, weights_only: bool | None = None
+    ) -> Any:
+        if self.recorder is not None and self.state.fn == "fit" and ckpt_path and Path(ckpt_path).is_file():
+            self.recorder.continue_from(ckpt_path)
+        return super()._run(model, ckpt_path=ckpt_path, weights_only=weights_only)
 
     def _run_stage(self) -> Any:
         try:

@@ -134,17 +134,8 @@ class TrainingCLI(LightningCLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
         config = self._get(self.config_init, "trainer")
-        if config.fast_dev_run or config.barebones:
-            return super().instantiate_trainer(records=False, **kwargs)
         recorder = recorder_for(config.records, config.default_root_dir, name=self._get(self.config, "name"))
-        if recorder is None:
-            return super().instantiate_trainer(**kwargs)
-        checkpoint = self._get(self.config, "ckpt_path")
-        if self.subcommand == "fit" and checkpoint and Path(checkpoint).is_file():
-            recorder.continue_from(checkpoint)
-        if config.logger is None:  # nobody asked for another logger: the run folder is the one
-            kwargs["logger"] = False
-        return super().instantiate_trainer(records=recorder, **kwargs)
+        return super().instantiate_trainer(records=recorder or False, **kwargs)
 
     @rank_zero_only
     def after_fit(self) -> None:

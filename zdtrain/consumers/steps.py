@@ -44,6 +44,8 @@ class Stamp:
     """Batch within the epoch, from 0."""
     present: tuple[bool, ...]
     """For each column whether the step logged it."""
+    wall_time: float
+    """Seconds since the Unix epoch when the step ended."""
 
 
 class StepStream:
@@ -96,7 +98,7 @@ class StepStream:
     def _hand_over(self, stamp: Stamp, names: Sequence[str], numbers: Sequence[Value]) -> None:
         values = {name: number for name, number, present in zip(names, numbers, stamp.present, strict=True) if present}
         record = StepRecord(
-            step=stamp.step, epoch=stamp.epoch, batch_idx=stamp.batch_idx, values=values, wall_time=time.time()
+            step=stamp.step, epoch=stamp.epoch, batch_idx=stamp.batch_idx, values=values, wall_time=stamp.wall_time
         )
         for consumer in self._consumers:
             consumer.record_step(record)

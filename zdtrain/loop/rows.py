@@ -1,5 +1,7 @@
 """What a training step logged, as a row for the step stream."""
 
+import time
+
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
@@ -33,18 +35,25 @@ class StepRows:
             self._lay_out()
         if not self._layout.names:
             return
-        fresh = [index in bank.fresh for bank in self._banks for index in range(bank.size)]
         cached: list[Tensor | None] = [metric._forward_cache for metric in self._metrics]
-        present = tuple(
-            shown and new
-            for shown, new in zip(self._shown, [*fresh, *(value is not None for value in cached)], strict=True)
-        )
-        if not any(present):
+        present = self._present(cached)
+        if True not in present:
             return
         parts = [bank.values for bank in self._banks]
         if cached:
             parts.append(torch.stack([torch.zeros(()) if v is None else v.detach().reshape(()) for v in cached]))
-        self.stream.push(self._layout, parts, Stamp(step=step, epoch=epoch, batch_idx=batch_idx, present=present))
+        self.stream.push(
+            self._layout,
+            parts,
+            Stamp(step=step, epoch=epoch, batch_idx=batch_idx, present=present, wall_time=time.time()),
+        )
+
+    def _present(self, cached: list[Tensor | None]) -> tuple[bool, ...]:
+        if all(len(bank.fresh) == bank.size for bank in self._banks) and not any(v is None for v in cached):
+            return self._shown
+        fresh = [index in bank.fresh for bank in self._banks for index in range(bank.size)]
+        fresh += [value is not None for value in cached]
+        return tuple(shown and new for shown, new in zip(self._shown, fresh, strict=True))
 
     def _lay_out(self) -> None:
         results = self._results
