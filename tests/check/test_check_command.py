@@ -8,6 +8,7 @@ import pytest
 from zdtrain.check.cli import main
 from zdtrain.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
 MODELS = """
 import torch
 import torch.nn.functional as F
@@ -76,6 +77,19 @@ def test_findings_exit_with_1_and_show_the_line(config, capsys: pytest.CaptureFi
     line = 1 + MODELS.splitlines().index("        loss.item()")
     assert f"check_command_models.py:{line}: error" in out
     assert "3 steps run" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
+def test_shipped_configs_are_capturable_and_read_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(ROOT)
+    assert main([f"configs/{name}", "--format", "json", "--fail-on", "note"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [stage["verdict"] for stage in report["stages"]] == ["capturable"] * 2
+    assert [stage["host_reads_per_step"] for stage in report["stages"]] == [0, 0]
 
 
 @pytest.mark.parametrize(("fail_on", "status"), [("error", 0), ("warning", 1), ("note", 1), ("never", 0)])
