@@ -11,7 +11,7 @@ from zdtrain import Trainer
 from zdtrain.config import TrainerOptions
 from zdtrain.errors import ConfigError
 
-OWN = {field for field in TrainerOptions.__dataclass_fields__}
+OWN = set(TrainerOptions.__dataclass_fields__)
 
 
 def test_the_signature_is_stock_lightnings_followed_by_our_options():

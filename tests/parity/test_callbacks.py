@@ -37,8 +37,11 @@ STOPPERS = {
 }
 
 
-@pytest.mark.parametrize("options", STOPPERS.values(), ids=STOPPERS)
-@pytest.mark.parametrize("val_check_interval", [1.0, 2])
+@pytest.mark.parametrize(
+    ("options", "val_check_interval"),
+    [*((options, 1.0) for options in STOPPERS.values()), (STOPPERS["val"], 2), (STOPPERS["train"], 2)],
+    ids=str,
+)
 def test_early_stopping(tmp_path, options, val_check_interval):
     class Diverges(Net):
         lr = 3.0
