@@ -1,7 +1,7 @@
 """Tensors that modules hold as attributes and a step replaces: programs take the old ones and return the new ones."""
 
-from collections.abc import Hashable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -41,20 +41,30 @@ def replaced(before: Mapping[Place, Tensor], after: Mapping[Place, Tensor]) -> t
 
 
 class Carried:
-    """The tensors at certain places of a module, read before a program runs and replaced after.
+    """Tensors that modules hold and a program reads anew at every run, because others may have taken their place.
+
+    These are all tensors that are plain attributes (``torchmetrics`` replaces its states when it resets them), and the
+    buffers that the step replaces.
 
     Args:
-        root: The module that `places` refer to.
-        places: What a step replaces.
+        root: The module that the places refer to.
+        replaced: What the step replaces, and a program returns.
     """
 
-    def __init__(self, root: nn.Module, places: tuple[Place, ...]) -> None:
-        self.places = places
-        self._holders = [
-            (module._buffers if place.is_buffer else module.__dict__, place.name)
-            for place in places
-            for module in (root.get_submodule(place.path),)
+    def __init__(self, root: nn.Module, replaced: tuple[Place, ...]) -> None:
+        self.replaced = replaced
+        held = held_tensors(root)
+        only_read = [place for place in held if not place.is_buffer and place not in replaced]
+        self._holders = [(_holder(root, place), place.name) for place in (*replaced, *only_read)]
+        self._buffers = [
+            (_holder(root, place), place.name, tensor)
+            for place, tensor in held.items()
+            if place.is_buffer and place not in replaced
         ]
+
+    def fits(self) -> bool:
+        """Return whether the buffers that a program holds by reference are still the module's."""
+        return all(holder.get(name) is tensor for holder, name, tensor in self._buffers)
 
     def tensors(self) -> list[Tensor | None]:
         """Return what the places hold now; None for what is no tensor."""
@@ -62,9 +72,14 @@ class Carried:
         return [value if isinstance(value, Tensor) else None for value in held]
 
     def replace(self, tensors: list[Tensor]) -> None:
-        """Put a step's new tensors in their places."""
-        for (holder, name), tensor in zip(self._holders, tensors, strict=True):
+        """Put a step's new tensors in the places of the replaced ones."""
+        for (holder, name), tensor in zip(self._holders, tensors, strict=False):
             holder[name] = tensor
+
+
+def _holder(root: nn.Module, place: Place) -> dict[str, Any]:
+    module = root.get_submodule(place.path)
+    return module._buffers if place.is_buffer else module.__dict__
 
 
 def metric_counts(root: nn.Module) -> dict[str, int]:
@@ -83,8 +98,3 @@ def count_updates(root: nn.Module, updates: Mapping[str, int]) -> None:
 def updates_between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
     """Return how often a step updated each metric that it updated."""
     return {path: count - before.get(path, 0) for path, count in after.items() if count != before.get(path, 0)}
-
-
-def signature_key(tensors: list[Tensor | None]) -> tuple[Hashable, ...]:
-    """Return the layout of carried tensors; a program holds for one."""
-    return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in tensors])

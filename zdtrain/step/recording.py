@@ -102,7 +102,8 @@ class Recorder:
         self.leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         returned = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
         self.n_returned = len(returned)
-        carried = [tensor.detach() for tensor in self.carried.tensors() if tensor is not None]
+        replaced = self.carried.tensors()[: len(self.carried.replaced)]
+        carried = [tensor.detach() for tensor in replaced if tensor is not None]
         return [loss, *returned, *(p.grad for p in around.parameters), *carried]
 
     def _logged(self) -> Iterator["LoggedValue"]:
@@ -124,7 +125,7 @@ class LoggedValue(NamedTuple):
     cell: Tensor
     """Where the program writes the value."""
 
-    def count(self) -> None:
+    def replay(self) -> None:
         """Do the host's share of a replay."""
         slot, state = self.slot, self.slot.__dict__
         state["weight"] += self.weight
@@ -171,7 +172,7 @@ class Recording:
         """Return whether the program may run on `inputs`, and logged values still lie where it writes them."""
         if any(logged.slot.cell is not logged.cell for logged in self._taken.slots):
             return False
-        return layout_of([inputs[index] for index in self._checked]) == self._layout
+        return self._taken.carried.fits() and layout_of([inputs[index] for index in self._checked]) == self._layout
 
     def prepare(self) -> None:
         """Do what has to be done before the program runs: reset what is logged, hand over learning rates."""
@@ -191,7 +192,7 @@ class Recording:
         found.update({f"output {index}": tensor for index, tensor in enumerate(returned)})
         parameters = self._taken.surroundings.parameters
         found.update({f"gradient of {names.get(id(p), id(p))}": g for p, g in zip(parameters, gradients, strict=True)})
-        found.update({str(place): t for place, t in zip(self._taken.carried.places, carried, strict=True)})
+        found.update({str(place): t for place, t in zip(self._taken.carried.replaced, carried, strict=True)})
         return found
 
     def accept(self, outputs: Sequence[Any]) -> tuple[Tensor | None, Any]:
@@ -204,7 +205,7 @@ class Recording:
         taken.carried.replace(list(carried))
         count_updates(around.module, self._updates)
         for logged in taken.slots:
-            logged.count()
+            logged.replay()
         for metric in taken.metrics:
             note_metric(metric)
         if taken.zeroes:
