@@ -80,9 +80,10 @@ class Trainer(CanTakeBackStop, CanCapture, LightningTrainer):
         self.fit_loop.epoch_loop = epoch_loop
         for loop in (self.validate_loop, self.test_loop):
             loop._results = StepResults(training=False)
-        self._scalars = run_scalars(scalars)
+        self._scalars: DeviceScalars | None = None  # made when somebody wants them
         self.counters_on_device = False
         if scalars is not None:
+            self._scalars = run_scalars(scalars)
             self.callbacks.insert(0, ScalarsState(self._scalars))  # type: ignore[attr-defined]
         self.recorder = recorder
         if recorder is not None:
@@ -93,6 +94,8 @@ class Trainer(CanTakeBackStop, CanCapture, LightningTrainer):
     @property
     def scalars(self) -> DeviceScalars:
         """The run's scalars on the training device, ``global_step`` and ``current_epoch`` among them."""
+        if self._scalars is None:
+            self._scalars = run_scalars(None)
         if not self.counters_on_device:
             self._scalars.to(self.strategy.root_device)
             self.counters_on_device = True
@@ -102,8 +105,8 @@ class Trainer(CanTakeBackStop, CanCapture, LightningTrainer):
     def write_counters(self) -> None:
         """Bring the device's copies of the counters up to date; costs nothing as long as nobody reads `scalars`."""
         if self.counters_on_device:
-            self._scalars.global_step = self.global_step
-            self._scalars.current_epoch = self.current_epoch
+            self.scalars.global_step = self.global_step
+            self.scalars.current_epoch = self.current_epoch
 
     def _run(
         self, model: LightningModule, ckpt_path: str | Path | None = None, weights_only: bool | None = None

@@ -1,7 +1,7 @@
 """Progress bars: drawn as often as an eye can follow, not once per step."""
 
-import time
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -31,7 +31,7 @@ class Throttled:
 
     def __call__(self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Draw if it is time."""
-        now = time.monotonic()
+        now = monotonic()
         if now >= self._due or trainer.fit_loop.epoch_loop._num_ready_batches_reached():
             with trainer._logger_connector.bar_may_lag():  # type: ignore[attr-defined]
                 self._call(trainer, module, outputs, batch, batch_idx)
