@@ -369,6 +369,14 @@ def test_a_profiled_run_stays_on_lightnings_own_loop(tmp_path):
     assert_parity(tmp_path, Net, profiler="simple", fallbacks=("profiler",))
 
 
+def test_a_distributed_strategy_runs_on_lightnings_own_loop(tmp_path):
+    def fit_and_leave(trainer, module):
+        trainer.fit(module)
+        torch.distributed.destroy_process_group()
+
+    assert_parity(tmp_path, Net, do=fit_and_leave, strategy="ddp", fallbacks=("strategy",), spy=True)
+
+
 def test_compiled_parts_train_alike(tmp_path):
     class Scripted(Net):
         def __init__(self):
