@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._inductor
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -11,7 +12,6 @@ Outputs = list[Any]
 Function = Callable[[], Outputs]
 
 INDUCTOR_OPTIONS: dict[str, Any] = {
-    "guard_filter_fn": lambda guards: [False] * len(guards),  # the cache's key is the guard
     "cpp_wrapper": True,
     "size_asserts": False,
     "alignment_asserts": False,
@@ -52,7 +52,15 @@ class LoweredTape(Tape):
 
     def __init__(self, graph: fx.GraphModule, positions: Sequence[int]) -> None:
         super().__init__(graph, positions)
-        self._replay = torch.compile(graph, fullgraph=True, dynamic=False, options=INDUCTOR_OPTIONS)
+        for node in graph.graph.nodes:
+            node.meta.clear()  # the tracer's stand-ins for tensors are of no use to the compiler
+        self._replay = self._compile
+
+    def _compile(self, *arguments: Tensor) -> Outputs:
+        # Inductor itself, not torch.compile: there is no Python left to guard, and Dynamo's frame costs as much as a
+        # third of a small program.
+        self._replay = torch._inductor.compile(self._graph, list(arguments), options=INDUCTOR_OPTIONS)
+        return self._replay(*arguments)
 
 
 def record(function: Function, inputs: Sequence[Tensor | None], *, lowered: bool = False) -> Tape:
