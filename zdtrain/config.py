@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args
 from zdtrain.errors import ConfigError
 
 Capture = Literal["auto", "off", "graph", "compile"]
+Nonfinite = Literal["off", "skip", "stop"]
+NONFINITE_IN_ROW = 10
 CAPTURE_VARIABLE = "ZDTRAIN_CAPTURE"
 
 
@@ -25,16 +27,35 @@ class TrainerOptions:
     environment variable ZDTRAIN_CAPTURE, where it is set, wins."""
     verify_capture: bool = True
     """Compare every recorded step with an eager one before it is trusted, and again once an epoch."""
+    monitors: Any = None
+    """Conditions on the values of a step: a list of `zdtrain.monitors`, and functions from the row to a bool tensor."""
+    max_lag_steps: int = 50
+    """Steps that the host may be behind the device, where there are monitors, before it waits."""
+    nonfinite: Nonfinite = "off"
+    """What a loss or gradient norm that is NaN or infinite does: ``"skip"`` the update, and stop after
+    `NONFINITE_IN_ROW` in a row, ``"stop"`` the run, or nothing (``"off"``)."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights with this decay, on the device."""
+    ema_validation: bool = False
+    """Validate with the averaged weights."""
     lightning_quirks: bool = False
     """Keep stock Lightning's behaviour in the two places where zdtrain trains differently on purpose: the partial last
     accumulation window, and an early stop that was requested before ``min_epochs`` (docs/differences.md)."""
 
     def __post_init__(self) -> None:
-        for name in ("lightning_quirks", "verify_capture"):
+        for name in ("lightning_quirks", "verify_capture", "ema_validation"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"trainer.{name}={value!r}: use True or False.")
-        _check_capture("trainer.capture", self.capture)
+        _check_choice("trainer.capture", self.capture, Capture)
+        _check_choice("trainer.nonfinite", self.nonfinite, Nonfinite)
+        lag, decay = self.max_lag_steps, self.ema_decay
+        if isinstance(lag, bool) or not isinstance(lag, int) or lag < 1:
+            raise ConfigError(f"trainer.max_lag_steps={lag!r}: use a whole number that is at least 1.")
+        if decay is not None and (isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1):
+            raise ConfigError(f"trainer.ema_decay={decay!r}: use a number between 0 and 1, e.g. 0.999, or None.")
+        if self.ema_validation and decay is None:
+            raise ConfigError("trainer.ema_validation=True does nothing without trainer.ema_decay, e.g. 0.999.")
 
     def capture_on(self, device_type: str) -> Capture:
         """Return how steps are captured on a device: ``"off"``, ``"graph"`` or ``"compile"``.
@@ -43,14 +64,14 @@ class TrainerOptions:
             ConfigError: The environment variable has a value that is none of the option's.
         """
         choice: Any = os.environ.get(CAPTURE_VARIABLE) or self.capture
-        _check_capture(CAPTURE_VARIABLE, choice)
+        _check_choice(CAPTURE_VARIABLE, choice, Capture)
         if choice == "auto":
             return "graph" if device_type == "cuda" else "off"
         return choice  # type: ignore[no-any-return]
 
 
-def _check_capture(option: str, value: Any) -> None:
-    known = get_args(Capture)
+def _check_choice(option: str, value: Any, choices: Any) -> None:
+    known = get_args(choices)
     if value in known:
         return
     near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)

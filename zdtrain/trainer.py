@@ -1,6 +1,7 @@
 """The `lightning.pytorch.Trainer` subclass that people import."""
 
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.utilities.argparse import _defaults_from_env_vars
 
-from zdtrain.config import Capture, TrainerOptions
+from zdtrain.config import Capture, Nonfinite, TrainerOptions
 from zdtrain.consumers.steps import StepStream
 from zdtrain.device import runtime_for
 from zdtrain.drain import Drain
@@ -18,12 +19,14 @@ from zdtrain.loop.epoch import EpochLoop
 from zdtrain.loop.rows import StepRows
 from zdtrain.loop.run_scalars import ScalarsState, run_scalars
 from zdtrain.loop.stop import CanTakeBackStop, LatchedStop, StopRequests
+from zdtrain.loop.watching import CanMonitor
+from zdtrain.monitor.base import Monitor
 from zdtrain.records.recorder import RunRecorder, attach_recorder, recorder_for
 from zdtrain.scalars import DeviceScalars
 from zdtrain.step.results import StepResults
 
 
-class Trainer(CanTakeBackStop, CanCapture, LightningTrainer):
+class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
     """Lightning's Trainer with a training loop that does not wait for the device.
 
     Takes every argument of `lightning.pytorch.Trainer`, and the fields of `zdtrain.config.TrainerOptions`.
@@ -37,6 +40,13 @@ class Trainer(CanTakeBackStop, CanCapture, LightningTrainer):
             which is ``"graph"`` on CUDA and ``"off"`` elsewhere. What cannot be recorded runs eagerly and is named in
             `capture_report`. The environment variable ZDTRAIN_CAPTURE wins.
         verify_capture: Compare every recorded step with an eager one before it is trusted, and again once an epoch.
+        monitors: Conditions on the values of a step that act in that very step: `zdtrain.monitors`, and functions from
+            the row to a 0-D bool tensor.
+        max_lag_steps: Steps that the host may be behind the device before it waits, where there are monitors.
+        nonfinite: What a loss or gradient norm that is NaN or infinite does: ``"skip"`` the update, ``"stop"`` the run,
+            or nothing (``"off"``).
+        ema_decay: Keep an exponential moving average of the weights, `ema`, with this decay.
+        ema_validation: Validate with the averaged weights.
         lightning_quirks: Keep stock Lightning's behaviour where zdtrain trains differently on purpose.
         **kwargs: Arguments of `lightning.pytorch.Trainer`.
 
@@ -56,6 +66,11 @@ class Trainer(CanTakeBackStop, CanCapture, LightningTrainer):
         scalars: dict[str, Any] | DeviceScalars | None = None,
         capture: Capture = "auto",
         verify_capture: bool = True,
+        monitors: Sequence[Monitor] | None = None,
+        max_lag_steps: int = 50,
+        nonfinite: Nonfinite = "off",
+        ema_decay: float | None = None,
+        ema_validation: bool = False,
         lightning_quirks: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -64,6 +79,11 @@ class Trainer(CanTakeBackStop, CanCapture, LightningTrainer):
             scalars=scalars,
             capture=capture,
             verify_capture=verify_capture,
+            monitors=monitors,
+            max_lag_steps=max_lag_steps,
+            nonfinite=nonfinite,
+            ema_decay=ema_decay,
+            ema_validation=ema_validation,
             lightning_quirks=lightning_quirks,
         )
         self._stop_requests = LatchedStop() if lightning_quirks else StopRequests()
@@ -85,6 +105,7 @@ class Trainer(CanTakeBackStop, CanCapture, LightningTrainer):
         if scalars is not None:
             self._scalars = run_scalars(scalars)
             self.callbacks.insert(0, ScalarsState(self._scalars))  # type: ignore[attr-defined]
+        self._take_monitors(self.options)
         self.recorder = recorder
         if recorder is not None:
             attach_recorder(self, recorder)
@@ -117,7 +138,7 @@ class Trainer(CanTakeBackStop, CanCapture, LightningTrainer):
 
     def _run_stage(self) -> Any:
         try:
-            with self._capturing():
+            with self._watching(), self._capturing():
                 return super()._run_stage()
         finally:
             self._connector.flush()  # nothing that a finished step logged is lost, whatever ended the stage

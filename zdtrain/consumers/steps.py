@@ -1,8 +1,8 @@
 """From the ring to everybody who wants the values of every single step."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Protocol
 
 from torch import Tensor
@@ -29,7 +29,11 @@ class RowLayout:
     names: tuple[str, ...]
     """Metric of each column, as loggers spell it."""
     widths: tuple[int, ...]
-    """Lengths of the vectors that make up a row."""
+    """Lengths of the vectors that make up a row; what follows the metrics is a `RowWatcher`'s."""
+    metrics: tuple[str, ...] = ()
+    """Metric of each column, as it was logged."""
+    order: tuple[int, ...] = ()
+    """Columns in the order in which they were first logged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +47,21 @@ class Stamp:
     batch_idx: int
     """Batch within the epoch, from 0."""
     present: tuple[bool, ...]
+    """For each column whether the step logged it for loggers to see."""
+    fresh: tuple[bool, ...]
     """For each column whether the step logged it."""
     wall_time: float
     """Seconds since the Unix epoch when the step ended."""
+
+
+class RowWatcher(Protocol):
+    """Somebody who looks at every row before the consumers get it, and decides whether they do."""
+
+    def watch(self, rows: Tensor, layout: RowLayout, stamps: Sequence[Stamp]) -> None:
+        """Look at a chunk of rows on the device, shape=(len(stamps), columns); nobody writes to it again."""
+
+    def hear(self, stamp: Stamp, layout: RowLayout, numbers: Sequence[Value]) -> bool:
+        """Take in a row that has arrived; return whether consumers get it."""
 
 
 class StepStream:
@@ -54,11 +70,22 @@ class StepStream:
     Args:
         drain: The way to the host.
         consumers: Who gets the records.
+        chunk_rows: Rows that travel together.
+        watcher: Who looks at the rows first.
     """
 
-    def __init__(self, drain: Drain, consumers: Sequence[StepConsumer]) -> None:
+    def __init__(
+        self,
+        drain: Drain,
+        consumers: Sequence[StepConsumer],
+        *,
+        chunk_rows: int = CHUNK_ROWS,
+        watcher: RowWatcher | None = None,
+    ) -> None:
         self._drain = drain
         self._consumers = list(consumers)
+        self.chunk_rows = chunk_rows
+        self.watcher = watcher
         self._layout: RowLayout | None = None
         self._ring: MetricRing | None = None
         self._first_row = 0
@@ -76,27 +103,34 @@ class StepStream:
         if not self._stamps:
             self._first_row = row
         self._stamps.append(stamp)
-        if len(self._stamps) == CHUNK_ROWS or row == self._ring.rows - 1 or time.monotonic() >= self._due:
+        if len(self._stamps) >= self.chunk_rows or row == self._ring.rows - 1 or monotonic() >= self._due:
             self.send()
 
     def send(self) -> None:
         """Send the rows collected so far on their way to the host."""
-        self._due = time.monotonic() + CHUNK_SECONDS
+        self._due = monotonic() + CHUNK_SECONDS
         if not self._stamps or self._ring is None or self._layout is None:
             return
         stamps, self._stamps = self._stamps, []
-        names, columns = self._layout.names, len(self._layout.names)
-        rows = self._ring.storage[self._first_row : self._first_row + len(stamps)]
+        layout, columns = self._layout, sum(self._layout.widths)
+        # a copy on the device, so that the ring may go on whatever the host does
+        rows = self._ring.storage[self._first_row : self._first_row + len(stamps)].clone()
 
         def deliver(numbers: list[Value]) -> None:
             for i, stamp in enumerate(stamps):
-                self._hand_over(stamp, names, numbers[i * columns : (i + 1) * columns])
+                self._hand_over(stamp, layout, numbers[i * columns : (i + 1) * columns])
 
-        # a copy on the device, so that the ring may go on whatever the host does
-        self._drain.send(rows.reshape(-1).clone(), deliver)
+        self._drain.send(rows.reshape(-1), deliver)
+        if self.watcher is not None:
+            self.watcher.watch(rows, layout, stamps)
 
-    def _hand_over(self, stamp: Stamp, names: Sequence[str], numbers: Sequence[Value]) -> None:
-        values = {name: number for name, number, present in zip(names, numbers, stamp.present, strict=True) if present}
+    def _hand_over(self, stamp: Stamp, layout: RowLayout, numbers: Sequence[Value]) -> None:
+        if self.watcher is not None and not self.watcher.hear(stamp, layout, numbers):
+            return
+        if True not in stamp.present:
+            return
+        shown = zip(layout.names, numbers, stamp.present, strict=False)  # a watcher's values follow the metrics
+        values = {name: number for name, number, present in shown if present}
         record = StepRecord(
             step=stamp.step, epoch=stamp.epoch, batch_idx=stamp.batch_idx, values=values, wall_time=stamp.wall_time
         )

@@ -1,6 +1,6 @@
 """Where logged values become visible: the dictionaries of the Trainer and, through the drain, the loggers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _METRIC
 from torch import Tensor
 
 from zdtrain.drain import Drain, Value
+from zdtrain.loop.monitoring import Monitoring
 from zdtrain.loop.rows import StepRows
 from zdtrain.step.results import StepResults
 
@@ -35,6 +36,7 @@ class LoggerConnector(_LoggerConnector):
         self.rows: StepRows | None = None  # where every step's values go, if anybody wants them
         self._bar_lags = False
         self._bar_numbers: dict[str, Value] = {}
+        self.monitoring: Monitoring | None = None  # the Trainer's, while it watches steps
         self._unpublished: StepResults | None = None  # results of a step that ended, not in the dictionaries yet
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
@@ -60,10 +62,13 @@ class LoggerConnector(_LoggerConnector):
 
     def end_step(self, results: StepResults) -> None:
         """Do what `on_batch_end` does, for results that are already at hand."""
-        if self.rows is not None and results.training and not self.trainer.fit_loop._should_accumulate():
+        ends_window = results.training and not self.trainer.fit_loop._should_accumulate()
+        if self.rows is not None and ends_window:
             loop = self.trainer.fit_loop.epoch_loop
             self.rows.push(loop._batches_that_stepped, self.trainer.current_epoch, loop.batch_idx)
         results.end_step()
+        if self.monitoring is not None and ends_window:
+            self.monitoring.end_step()
         self._unpublished = results
 
     def flush(self) -> None:
@@ -147,15 +152,27 @@ class LoggerConnector(_LoggerConnector):
         self._logged_metrics.update(metrics)
         if self.rows is not None:
             self.rows.stream.send()  # loggers hear of a step after the rows up to it
+        names, default, deliver = list(metrics), self._default_step(), self._delivery()
         if not all(isinstance(value, Tensor) and value.numel() == 1 for value in metrics.values()):
             self.drain.flush()
-            self._deliver(convert_tensors_to_scalars(metrics), step, self._default_step())
+            deliver(convert_tensors_to_scalars(metrics), step, default)
             return
-        names, default = list(metrics), self._default_step()
         self.drain.submit(
             list(metrics.values()),
-            lambda numbers: self._deliver(dict(zip(names, numbers, strict=True)), step, default),
+            lambda numbers: deliver(dict(zip(names, numbers, strict=True)), step, default),
         )
+
+    def _delivery(self) -> Callable[[dict[str, Value], int | None, tuple[int, int]], None]:
+        """Return what hands numbers to the loggers, unless they turn out to lie behind a stop."""
+        monitoring = self.monitoring
+        if monitoring is None or monitoring.has_stopped:
+            return self._deliver
+
+        def deliver(scalars: dict[str, Value], step: int | None, default: tuple[int, int]) -> None:
+            if not monitoring.drops(default[1]):
+                self._deliver(scalars, step, default)
+
+        return deliver
 
     def _default_step(self) -> tuple[int, int]:
         return self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -7,9 +7,11 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from zdtrain.errors import FallbackReason
+from zdtrain.errors import ConfigError, FallbackReason
 from zdtrain.loop.connector import LoggerConnector
+from zdtrain.loop.monitoring import Monitoring
 from zdtrain.loop.plan import StepPlan, reasons_for_stock
+from zdtrain.monitor.guard import StepGuard
 from zdtrain.step.optimization import WindowedOptimization
 from zdtrain.step.results import StepResults
 from zdtrain.step.session import CaptureSession
@@ -33,7 +35,19 @@ class EpochLoop(_TrainingEpochLoop):
         self.val_loop._results = StepResults(training=False)
         self.plan: StepPlan | None = None
         self.captures: CaptureSession | None = None  # the Trainer's, while it captures steps
+        self.monitoring: Monitoring | None = None  # the Trainer's, while it watches steps
         self.fallbacks: list[FallbackReason] = []
+
+    @property
+    def guard(self) -> StepGuard | None:
+        """What a step does for its monitors."""
+        return None if self.monitoring is None else self.monitoring.guard
+
+    def run(self, data_fetcher: _DataFetcher) -> None:
+        """Run an epoch."""
+        super().run(data_fetcher)
+        if self.monitoring is not None:
+            self.monitoring.settle(flush=True)
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         """Prepare the epoch, and resolve once what its steps need."""
@@ -42,6 +56,11 @@ class EpochLoop(_TrainingEpochLoop):
         self.plan = None if reasons else StepPlan(self.trainer, data_fetcher)
         for reason in reasons:
             self._note(reason)
+        if reasons and self.monitoring is not None:
+            raise ConfigError(
+                "trainer.monitors, trainer.nonfinite and trainer.ema_decay need steps on zdtrain's own loop, but "
+                f"{reasons[0].message}. Lift that, or leave these options out."
+            )
 
     def _note(self, reason: FallbackReason) -> None:
         if reason not in self.fallbacks:
@@ -56,12 +75,15 @@ class EpochLoop(_TrainingEpochLoop):
         """
         plan = self.plan
         self.trainer.write_counters()
-        if plan is None or self.restarting:
+        monitoring = self.monitoring
+        if plan is None or (self.restarting and (monitoring is None or self._resumes_validation(data_fetcher))):
             super().advance(data_fetcher)
             return
         self.val_loop.restarting = False
         progress = self.batch_progress
         batch_idx = progress.current.ready
+        if monitoring is not None and batch_idx % self.trainer.accumulate_grad_batches == 0:
+            monitoring.start_step()
         batch = plan.feed.next()
         progress.is_last_batch = data_fetcher.done
         progress.increment_ready()
@@ -86,10 +108,20 @@ class EpochLoop(_TrainingEpochLoop):
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if stop:
             raise StopIteration
-        plan.hooks("on_train_batch_end", outputs, batch, batch_idx)
+        if monitoring is None or self._should_accumulate() or not monitoring.ran_step():
+            plan.hooks("on_train_batch_end", outputs, batch, batch_idx)
         connector.end_step(self.results)
         progress.increment_completed()
         self._log_step(connector)
+
+    def _resumes_validation(self, data_fetcher: _DataFetcher) -> bool:
+        """Return whether a restart begins with a validation; otherwise do what stock does before it trains."""
+        if not self._should_check_val_fx(data_fetcher):
+            return False
+        if self.val_loop.restarted_mid_evaluation or self.restarted_on_last:
+            return True
+        self.val_loop.increment_progress_to_evaluation_end()
+        return False
 
     def _log_step(self, connector: LoggerConnector) -> None:
         trainer = self.trainer
@@ -102,6 +134,9 @@ class EpochLoop(_TrainingEpochLoop):
         """Validate, update plateau schedulers and count, where there is any of it to do."""
         plan, trainer = self.plan, self.trainer
         trainer._logger_connector.drain.poll()
+        monitoring = self.monitoring
+        if monitoring is not None and monitoring.settle(flush=self._has_to_know(plan)):
+            raise StopIteration
         if plan is None or plan.step_plateaus or trainer.should_stop or self._skip_next_val or self._may_validate(plan):
             super().on_advance_end(data_fetcher)
             return
@@ -109,6 +144,14 @@ class EpochLoop(_TrainingEpochLoop):
             self._batches_that_stepped += 1
         if trainer.received_sigterm and not self._is_training_done:
             raise SIGTERMException
+
+    def _has_to_know(self, plan: StepPlan | None) -> bool:
+        """Return whether all monitors have to be heard before the next step: something looks at the run now."""
+        trainer, progress = self.trainer, self.batch_progress
+        if plan is None or plan.step_plateaus or progress.is_last_batch or self._num_ready_batches_reached():
+            return True
+        ends = trainer.should_stop or trainer.received_sigterm or self._is_training_done
+        return ends or self._skip_next_val or self._may_validate(plan)
 
     def _may_validate(self, plan: StepPlan) -> bool:
         """Return False where validation is certainly not due; whether it is, stock decides."""

@@ -7,6 +7,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 
 from zdtrain.consumers.steps import RowLayout, Stamp, StepStream
+from zdtrain.monitor.listener import RowListener
 from zdtrain.slots import SlotBank
 from zdtrain.step.results import MetricSlot, StepResults
 
@@ -17,43 +18,56 @@ class StepRows:
     Args:
         results: The training results.
         stream: Where rows go.
+        listener: Who wants more than what was logged in a row, and a row of every step.
     """
 
-    def __init__(self, results: StepResults, stream: StepStream) -> None:
+    def __init__(self, results: StepResults, stream: StepStream, listener: RowListener | None = None) -> None:
         self._results = results
         self.stream = stream
+        self._listener = listener
+        self._extras: tuple[str, ...] = ()
         self._known = 0
         self._banks: list[SlotBank] = []
         self._slots: list[MetricSlot] = []  # by column; only those logged on_step have a name that is shown
         self._metrics: list[_ResultMetric] = []  # torchmetrics objects, one column each
         self._layout = RowLayout(names=(), widths=())
         self._shown: tuple[bool, ...] = ()
+        self._all: tuple[bool, ...] = ()
 
     def push(self, step: int, epoch: int, batch_idx: int) -> None:
         """Send the step's values on their way; call it before the step is closed."""
-        if len(self._results) != self._known or sum(bank.size for bank in self._banks) != len(self._slots):
+        listener = self._listener
+        if (
+            len(self._results) != self._known
+            or sum(bank.size for bank in self._banks) != len(self._slots)
+            or (listener is not None and listener.extras != self._extras)
+        ):
             self._lay_out()
-        if not self._layout.names:
+        if not self._layout.names and listener is None:
             return
         cached: list[Tensor | None] = [metric._forward_cache for metric in self._metrics]
-        present = self._present(cached)
-        if True not in present:
+        fresh = self._fresh(cached)
+        present = self._shown
+        if fresh is not self._all:
+            present = tuple(shown and new for shown, new in zip(self._shown, fresh, strict=True))
+        if True not in present and listener is None:
             return
         parts = [bank.values for bank in self._banks]
         if cached:
             parts.append(torch.stack([torch.zeros(()) if v is None else v.detach().reshape(()) for v in cached]))
+        if listener is not None:
+            parts += listener.parts()
         self.stream.push(
             self._layout,
             parts,
-            Stamp(step=step, epoch=epoch, batch_idx=batch_idx, present=present, wall_time=time.time()),
+            Stamp(step=step, epoch=epoch, batch_idx=batch_idx, present=present, fresh=fresh, wall_time=time.time()),
         )
 
-    def _present(self, cached: list[Tensor | None]) -> tuple[bool, ...]:
+    def _fresh(self, cached: list[Tensor | None]) -> tuple[bool, ...]:
         if all(len(bank.fresh) == bank.size for bank in self._banks) and not any(v is None for v in cached):
-            return self._shown
+            return self._all
         fresh = [index in bank.fresh for bank in self._banks for index in range(bank.size)]
-        fresh += [value is not None for value in cached]
-        return tuple(shown and new for shown, new in zip(self._shown, fresh, strict=True))
+        return (*fresh, *(value is not None for value in cached))
 
     def _lay_out(self) -> None:
         results = self._results
@@ -66,7 +80,15 @@ class StepRows:
         self._metrics = [m for m in results.values() if not m.is_tensor and m.meta.on_step]
         entries = [*self._slots, *self._metrics]
         self._shown = tuple(entry.meta.on_step for entry in entries)
+        self._all = (True,) * len(entries)
         widths = [bank.size for bank in self._banks] + ([len(self._metrics)] if self._metrics else [])
+        if self._listener is not None:
+            widths += self._listener.widths()
+            self._extras = self._listener.extras
+        position = {id(metric): index for index, metric in enumerate(results.values())}
         self._layout = RowLayout(
-            names=tuple(results._forked_name(entry, on_step=True)[1] for entry in entries), widths=tuple(widths)
+            names=tuple(results._forked_name(entry, on_step=True)[1] for entry in entries),
+            widths=tuple(widths),
+            metrics=tuple(entry.meta.name for entry in entries),
+            order=tuple(sorted(range(len(entries)), key=lambda column: position[id(entries[column])])),
         )

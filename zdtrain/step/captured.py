@@ -66,6 +66,7 @@ class CapturedStep(EagerStep):
             results=self._results,
             connector=self._trainer._logger_connector,
             zero_grad=self._progress.zero_grad,
+            guard=self._trainer.fit_loop.epoch_loop.guard,
         )
         self._inside = self._session.inside(optimizer)
 

@@ -45,6 +45,8 @@ class EagerStep:
             else None
         )
         self._clips_its_own_way = overrides(module, "configure_gradient_clipping", LightningModule)
+        self._guard = epoch_loop.guard
+        self._whole_loss: Tensor | None = None  # before the division by the window, for the guard
         self._ran = False
         self._batch: Any = None
         self._batch_idx = 0
@@ -61,6 +63,8 @@ class EagerStep:
         self._ran = False
         if self._strategy._optimizers[0] is not self._optimizer:  # a callback may replace it
             self._use(self._strategy._optimizers[0])
+        if self._guard is not None:
+            self._guard.prepare(self._optimizer)
         if accumulate:
             self._accumulate()
         else:
@@ -91,11 +95,17 @@ class EagerStep:
 
     def _accumulate(self) -> None:
         self._forward_backward()
+        if self._guard is not None:
+            self._guard.observe(self._taken_loss())
 
     def _step_optimizer(self) -> None:
         # The optimizer gets the whole step as its closure, as in stock: hooks registered on it, optimizers that
         # evaluate more than once and schedulers that count its calls all see what they would see there.
+        if self._guard is not None:
+            self._guard.begin_update()
         self._optimizer.step(closure=self._closure)  # type: ignore[arg-type]
+        if self._guard is not None:
+            self._guard.after_update()
 
     def _closure(self) -> Tensor | None:
         if not torch.is_grad_enabled():  # some optimizers step under no_grad
@@ -104,6 +114,8 @@ class EagerStep:
         self._forward_backward()
         self._optimization.correct_gradients(self._optimizer, self._batch_idx)
         self._hooks("on_before_optimizer_step", self._optimizer)
+        if self._guard is not None:
+            self._guard.judge(self._taken_loss(), accumulates=self._trainer.accumulate_grad_batches > 1)
         if self._clips_its_own_way or self._trainer.gradient_clip_val:
             self._hooks.run_as(
                 "configure_gradient_clipping",
@@ -116,6 +128,8 @@ class EagerStep:
 
     def _forward_backward(self) -> None:
         self._ran = True
+        if self._guard is not None and self._batch_idx % self._trainer.accumulate_grad_batches == 0:
+            self._guard.begin_window()
         loss = self._forward()
         if self._batch_idx % self._trainer.accumulate_grad_batches == 0:
             self._zero_grad()
@@ -159,7 +173,13 @@ class EagerStep:
             self._output = None if isinstance(output, Tensor) else output
         if loss.dim() != 0:
             require_one_element(loss)
+        if self._guard is not None:
+            self._whole_loss = loss.detach()
         return loss if divisor == 1 else loss / divisor
+
+    def _taken_loss(self) -> Tensor | None:
+        loss, self._whole_loss = self._whole_loss, None
+        return loss
 
     def _training_step(self) -> Any:
         if self._takes_batch_idx:

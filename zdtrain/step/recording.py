@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from zdtrain.monitor.guard import StepGuard
 from zdtrain.step.carried import Carried, count_updates, held_tensors
 from zdtrain.step.log import note_metric
 from zdtrain.step.optimizers import Inside
@@ -32,6 +33,8 @@ class Surroundings:
     """Lightning's logger connector: knows when logged values have to be reset."""
     zero_grad: Any
     """Lightning's progress counter of zeroed gradients."""
+    guard: StepGuard | None = None
+    """What the step does for monitors."""
 
     def tensors(self, inputs: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
         """Return all tensors that a step may write to, by name, in the order in which they are compared."""
@@ -50,6 +53,8 @@ class Surroundings:
         for index, group in enumerate(self.optimizer.param_groups):
             found.update({f"param_groups[{index}][{name!r}]": value for name, value in group.items()})
         found.update({f"optimizer.{name}": value for name, value in vars(self.optimizer).items()})
+        if self.guard is not None:
+            found.update(self.guard.tensors())
         found.update({f"input {index}": value for index, value in enumerate(inputs)})
         return {name: value for name, value in found.items() if value is None or isinstance(value, Tensor)}
 

@@ -1,0 +1,150 @@
+"""What the host counts per step, kept so that steps can be taken back that turn out not to have counted."""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from zdtrain.step.results import MetricSlot
+
+
+@dataclass(kw_only=True, slots=True)
+class Mark:
+    """The host's state before a step."""
+
+    step: int
+    """Number of the step."""
+    counters: list[dict[str, Any]]
+    """Fields of Lightning's progress counters."""
+    scheduled: int
+    """Updates of the learning rate so far."""
+    weights: dict[int, Any]
+    """Batch sizes that logged means were weighted with so far, by id of the slot."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """The learning rate's state after so many updates."""
+
+    schedulers: list[dict[str, Any]]
+    """State of the schedulers that follow steps."""
+    groups: list[dict[str, Any]]
+    """Options of the optimizer's parameter groups: numbers, and copies of tensors."""
+
+
+class History:
+    """Marks the host's state before every step, and goes back to one.
+
+    Args:
+        trainer: The Trainer, with its module attached.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        loop = self._loop = trainer.fit_loop.epoch_loop
+        optimizer = loop.automatic_optimization.optim_progress.optimizer
+        batches, schedulers = loop.batch_progress, loop.scheduler_progress
+        trackers = (batches, optimizer.step, optimizer.zero_grad, schedulers)
+        self._trackers = [counter for tracker in trackers for counter in (tracker.current, tracker.total)]
+        self._schedulers = [c.scheduler for c in trainer.lr_scheduler_configs if c.interval == "step"]
+        self._marks: deque[Mark] = deque()
+        self._schedules: dict[int, Schedule] = {}  # by number of updates
+
+    @property
+    def _scheduled(self) -> int:
+        return self._loop.scheduler_progress.total.completed
+
+    def mark(self) -> None:
+        """Keep the state before the step that follows."""
+        loop = self._loop
+        slots = (metric for metric in loop._results.values() if isinstance(metric, MetricSlot))
+        mark = Mark(
+            step=loop._batches_that_stepped,
+            counters=[vars(counter).copy() for counter in self._trackers],
+            scheduled=self._scheduled,
+            weights={id(slot): slot.weight for slot in slots},
+        )
+        if self._marks and self._marks[-1].step == mark.step:  # an epoch ended before the step began
+            self._marks.pop()
+        self._marks.append(mark)
+        if self._schedulers and mark.scheduled not in self._schedules:
+            states = [scheduler.state_dict() for scheduler in self._schedulers]
+            self._schedules[mark.scheduled] = Schedule(schedulers=states, groups=self._groups())
+
+    def _groups(self) -> list[dict[str, Any]]:
+        groups = self._trainer.optimizers[0].param_groups
+        return [
+            {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in group.items()
+                if isinstance(value, Tensor | float | int | tuple) and name != "params"
+            }
+            for group in groups
+        ]
+
+    def trim(self, heard: int) -> None:
+        """Forget what no step behind `heard` may need."""
+        marks = self._marks
+        while len(marks) > 1 and marks[1].step <= heard:
+            marks.popleft()
+        if marks and len(self._schedules) > 2 * len(marks) + 8:
+            least = marks[0].scheduled - 1
+            self._schedules = {count: state for count, state in self._schedules.items() if count >= least}
+
+    def rewind(self, step: int) -> None:
+        """Return to the state before `step`."""
+        mark = self._marks[self._index(step)]
+        for counter, fields in zip(self._trackers, mark.counters, strict=True):
+            vars(counter).update(fields)
+        self._loop._batches_that_stepped = mark.step
+        self._loop.batch_progress.is_last_batch = False
+        self._write_weights(mark.weights)
+        self._write_schedule(mark.scheduled)
+
+    def forget(self, step: int) -> None:
+        """Take the share of a skipped step out of what the host counts: logged means and the learning rate's progress.
+
+        The step itself stays counted.
+        """
+        index = self._index(step)
+        mark, later = self._marks[index], list(self._marks)[index + 1 :]
+        now = {id(m): m.weight for m in self._loop._results.values() if isinstance(m, MetricSlot)}
+        after = later[0].weights if later else now
+        share = {key: weight - mark.weights.get(key, 0) for key, weight in after.items()}
+        updates = (later[0].scheduled if later else self._scheduled) - mark.scheduled
+        for other in later:
+            other.scheduled -= updates
+            other.weights = {key: weight - share.get(key, 0) for key, weight in other.weights.items()}
+            for fields in other.counters[-2:]:
+                fields.update({name: count - updates for name, count in fields.items()})
+        self._write_weights({key: weight - share.get(key, 0) for key, weight in now.items()})
+        for counter in self._trackers[-2:]:
+            counter.ready -= updates
+            counter.completed -= updates
+        if updates:
+            self._write_schedule(self._scheduled)
+
+    def _index(self, step: int) -> int:
+        return next(index for index, mark in enumerate(self._marks) if mark.step == step)
+
+    def _write_weights(self, weights: dict[int, Any]) -> None:
+        for metric in self._loop._results.values():
+            if isinstance(metric, MetricSlot):
+                metric.weight = weights.get(id(metric), 0)
+                metric._computed = None
+
+    def _write_schedule(self, updates: int) -> None:
+        """Return schedulers and parameter groups to where they were after so many updates."""
+        schedule = self._schedules.get(updates)
+        if schedule is None:  # nothing follows steps
+            return
+        for scheduler, state in zip(self._schedulers, schedule.schedulers, strict=True):
+            scheduler.load_state_dict(state)
+        for group, options in zip(self._trainer.optimizers[0].param_groups, schedule.groups, strict=False):
+            for name, value in options.items():
+                if isinstance(value, Tensor) and isinstance(group[name], Tensor):
+                    group[name].copy_(value)
+                else:
+                    group[name] = value

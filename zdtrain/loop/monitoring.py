@@ -1,0 +1,262 @@
+"""The monitors of one fit: what the step asks for them, what the host hears of them, and how a run ends by one."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from zdtrain.consumers.steps import CHUNK_ROWS, StepConsumer, StepStream
+from zdtrain.drain import Drain
+from zdtrain.loop.history import History
+from zdtrain.loop.rows import StepRows
+from zdtrain.monitor.average import WeightAverage
+from zdtrain.monitor.base import Monitor
+from zdtrain.monitor.events import MonitorEvent, MonitorWarning
+from zdtrain.monitor.guard import StepGuard
+from zdtrain.monitor.listener import RowListener
+from zdtrain.monitor.values import StepValues
+from zdtrain.step.results import MetricSlot, StepResults
+
+RecordEvent = Callable[..., None]
+
+
+class Monitoring:
+    """Puts the monitors of one fit to work.
+
+    Args:
+        trainer: The Trainer, with its module attached and optimizers made.
+        monitors: The monitors.
+        average: Weights to average in every step, if any.
+        scalars: The run's scalars, by name.
+        drain: The way to the host.
+        consumers: Who gets the rows of steps.
+        max_lag_steps: Steps that the host may be behind before it waits.
+        record: Where events go, if anywhere.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        monitors: Sequence[Monitor],
+        *,
+        average: WeightAverage | None,
+        scalars: Mapping[str, Tensor],
+        drain: Drain,
+        consumers: Sequence[StepConsumer],
+        max_lag_steps: int,
+        record: RecordEvent | None,
+    ) -> None:
+        self._trainer = trainer
+        self._drain = drain
+        self._max_lag_steps = max_lag_steps
+        self._record = record
+        loop = self._loop = trainer.fit_loop.epoch_loop
+        results: StepResults = loop._results  # type: ignore[assignment]
+        device = trainer.strategy.root_device
+        anything = any(monitor.metrics is None for monitor in monitors)
+        wanted = None if anything else {name for monitor in monitors for name in monitor.metrics or ()}
+        for monitor in monitors:
+            monitor.to(device)
+            monitor.reset()
+        self._logged = Logged(results, wanted)
+        values = StepValues(device, self._logged.cells, scalars)
+        step = loop._batches_that_stepped
+        self.guard = StepGuard(
+            [monitor for monitor in monitors if monitor.acts_in_step],
+            values,
+            trainer.lightning_module,
+            results.banks,
+            average=average,
+            norm=anything or "grad_norm" in (wanted or ()),
+            step=step,
+        )
+        self.rows: StepRows | None = None
+        self.listener: RowListener | None = None
+        if monitors:
+            self.listener = RowListener(
+                [monitor for monitor in monitors if not monitor.acts_in_step],
+                self.guard.verdicts,
+                self.guard.acted,
+                values,
+                {name: value for name, value in scalars.items() if anything or name in (wanted or ())},
+                drain,
+                self._tell,
+                step,
+            )
+            chunk_rows = max(1, min(CHUNK_ROWS, max_lag_steps // 2))
+            stream = StepStream(drain, consumers, chunk_rows=chunk_rows, watcher=self.listener)
+            self.rows = StepRows(results, stream, self.listener)
+        self._history = History(trainer) if self.guard.holds else None
+        self._in_doubt = False  # a step has run whose row is not on its way yet
+        self._settled: set[int] = set()  # skipped steps that were accounted for before their row arrived
+        self._minimum: tuple[Any, Any] | None = None
+        self.has_stopped = False
+        self.num_skipped = 0
+
+    @property
+    def stopped_by(self) -> dict[str, Any] | None:
+        """The monitor that ended the run and the step that it did not let count; None while it goes on."""
+        stop = self.listener.stop if self.listener is not None else None
+        return None if stop is None else {"monitor": stop.monitor, "step": stop.step}
+
+    def start_step(self) -> None:
+        """Keep what the host counts, before the first batch of a step."""
+        if self._history is not None:
+            self._history.mark()
+
+    def ran_step(self) -> bool:
+        """Take note that a step ran; return whether it, or an earlier one, is known to have ended the run."""
+        self._in_doubt = True
+        if self._history is not None and any(
+            may_save_now(c, self._trainer) for c in self._trainer.checkpoint_callbacks
+        ):
+            self.settle_now()
+        return self.has_stopped
+
+    def end_step(self) -> None:
+        """Mask what the step logged; hurry where a monitor is known to have acted, wait where the host is late."""
+        self._in_doubt = False
+        self.guard.end_step()
+        listener = self.listener
+        if listener is not None and (
+            listener.is_urgent() or self._loop._batches_that_stepped - listener.heard > self._max_lag_steps
+        ):
+            self._flush()
+
+    def _flush(self) -> None:
+        if self.rows is not None:
+            self.rows.stream.send()
+        self._drain.flush()
+
+    def settle(self, *, flush: bool = False) -> bool:
+        """Let the host's counts follow what has arrived; return whether a monitor ended the run.
+
+        Args:
+            flush: Wait for what is under way.
+        """
+        if flush:
+            self._flush()
+        listener, history = self.listener, self._history
+        if listener is None or history is None:
+            return False
+        for step in listener.take_skipped():
+            self.num_skipped += 1
+            if step not in self._settled:
+                history.forget(step)
+        self._settled.clear()
+        if listener.stop is not None:
+            self._go_back(listener.stop.step)
+        else:
+            history.trim(listener.heard)
+        return self.has_stopped
+
+    def settle_now(self) -> None:
+        """Settle for a checkpoint: all steps so far are accounted for, also the one whose row is still to be sent."""
+        if self.settle(flush=True) or self._history is None or not self._in_doubt:
+            return
+        step = self._loop._batches_that_stepped
+        if self._drain.runtime.read(self.guard.stopped):
+            self._go_back(step)
+        elif step not in self._settled and self._drain.runtime.read(self.guard.hold):
+            self._settled.add(step)
+            self._history.forget(step)
+
+    def _go_back(self, step: int) -> None:
+        """Return to the end of the last good step and let the run end."""
+        trainer, fit_loop = self._trainer, self._trainer.fit_loop
+        assert self._history is not None
+        self._history.rewind(step)
+        self.guard.put_back()
+        if not self.has_stopped:
+            self.has_stopped = True
+            self._minimum = fit_loop.min_epochs, self._loop.min_steps
+            fit_loop.min_epochs = self._loop.min_steps = None  # behind the latch there is nothing left to train
+            trainer.should_stop = True
+
+    def drops(self, step: int) -> bool:
+        """Return whether what was logged at `step`, before the run ended, lies behind a stop."""
+        listener = self.listener
+        return listener is not None and listener.stop is not None and step >= listener.stop.step
+
+    def close(self) -> None:
+        """Leave optimizer and loops as they were found."""
+        self.guard.release()
+        if self._minimum is not None:
+            self._trainer.fit_loop.min_epochs, self._loop.min_steps = self._minimum
+
+    def report_unknown_metrics(self) -> None:
+        """Warn of monitors whose metric did not appear so far."""
+        for line in self.listener.unknown_metrics() if self.listener is not None else []:
+            rank_zero_warn(line, category=MonitorWarning)
+            if self._record is not None:
+                self._record("monitor-unknown-metric", message=line)
+
+    def _tell(self, event: MonitorEvent, monitor: Monitor) -> None:
+        if self._record is not None:
+            self._record(
+                "monitor",
+                monitor=event.monitor,
+                action=event.action,
+                step=event.step,
+                epoch=event.epoch,
+                batch_idx=event.batch_idx,
+                values=dict(event.values),
+                first_nonfinite=event.first_nonfinite,
+            )
+        if callable(monitor.then):
+            monitor.then(event)
+        elif event.action == "warn":
+            rank_zero_warn(f"{event}", category=MonitorWarning)
+        elif event.action == "stop":
+            rank_zero_info(f"Training ends: {event}. The weights are those before this step.")
+        else:
+            rank_zero_info(f"{event}")
+
+
+class Logged:
+    """What a step logged, by name.
+
+    Args:
+        results: The training results.
+        wanted: Names of interest; None for all.
+    """
+
+    def __init__(self, results: StepResults, wanted: set[str] | None) -> None:
+        self._results = results
+        self._wanted = wanted
+        self._entries: list[tuple[str, Any]] = []
+        self._known = 0
+
+    def cells(self) -> dict[str, Tensor]:
+        """Return the values that were logged since the step began, 0-D."""
+        results = self._results
+        if len(results) != self._known:
+            self._known = len(results)
+            self._entries = [(name, entry) for entry in results.values() for name in self._names(entry)]
+        found = {}
+        for name, entry in self._entries:
+            if isinstance(entry, MetricSlot):
+                if entry.bank is not None and entry.index in entry.bank.fresh:
+                    found[name] = entry.cell
+            elif entry._forward_cache is not None:
+                found[name] = entry._forward_cache.detach().reshape(())
+        return found
+
+    def _names(self, entry: Any) -> list[str]:
+        names = dict.fromkeys((entry.meta.name, self._results._forked_name(entry, on_step=True)[1]))
+        return [name for name in names if self._wanted is None or name in self._wanted]
+
+
+def may_save_now(callback: Any, trainer: Trainer) -> bool:
+    """Return False where `callback` certainly saves no checkpoint after this batch."""
+    if not isinstance(callback, ModelCheckpoint):
+        return True
+    every = callback._every_n_train_steps
+    interval, checked = callback._train_time_interval, callback._last_time_checked
+    if interval is not None and checked is not None and time.monotonic() - checked >= interval.total_seconds():
+        return True
+    return every >= 1 and trainer.global_step % every == 0

@@ -1,0 +1,198 @@
+"""The host's side of the monitors: what rows that arrive say about them."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from zdtrain.consumers.steps import RowLayout, Stamp
+from zdtrain.device.base import Runtime
+from zdtrain.drain import Drain, Value
+from zdtrain.monitor.base import Monitor
+from zdtrain.monitor.events import MonitorEvent, Row, nearest
+from zdtrain.monitor.gate import HostGate
+from zdtrain.monitor.guard import Verdict
+from zdtrain.monitor.values import StepValues
+
+Tell = Callable[[MonitorEvent, Monitor], None]
+
+
+class RowListener:
+    """Hears every row before anybody else, evaluates the monitors that only inform, and keeps back rows after a stop.
+
+    Args:
+        watching: Monitors that warn or call a function.
+        verdicts: Columns of `acted`, of the monitors that act inside the step.
+        acted: Which of them did, shape=(verdicts,), bool, device-resident.
+        values: Where the values of the step lie.
+        scalars: Scalars that monitors look at, by name.
+        drain: The way to the host.
+        tell: Called with every event and its monitor, in the order of the steps.
+        step: Number of the next step.
+    """
+
+    def __init__(
+        self,
+        watching: Sequence[Monitor],
+        verdicts: Sequence[Verdict],
+        acted: Tensor,
+        values: StepValues,
+        scalars: dict[str, Tensor],
+        drain: Drain,
+        tell: Tell,
+        step: int,
+    ) -> None:
+        self._watching = [(monitor, HostGate(monitor.timing)) for monitor in watching]
+        self._verdicts = list(verdicts)
+        self._acted = acted
+        self._values = values
+        self._scalars = scalars
+        self._drain = drain
+        self._runtime: Runtime = drain.runtime
+        self._rows_written = self._runtime.event()
+        self._tell = tell
+        self.heard = step - 1  # the newest step whose row has arrived
+        self.stop: MonitorEvent | None = None
+        self.stop_monitor: Monitor | None = None
+        self.skipped: list[int] = []  # steps whose update was held back, not accounted for on the host yet
+        self.seen: set[str] = set()  # metrics that some row held
+        self._rows: dict[int, Sequence[Value]] = {}  # rows that informing monitors have not judged yet, by step
+        on_host = self._runtime.device.type == "cpu" and self._runtime.is_immediate
+        self._acted_here = acted.numpy() if on_host else None
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of what a row holds behind the logged metrics and the verdicts."""
+        norm = ("grad_norm",) if self._values.has_norm else ()
+        return ("loss", *norm, "lr", *self._scalars)
+
+    def parts(self) -> list[Tensor]:
+        """Return what belongs to a row behind the logged metrics."""
+        values = self._values
+        norm = [values.grad_norm] if values.has_norm else []
+        return [self._acted, *(v.reshape(1) for v in (values.loss, *norm, values.lr, *self._scalars.values()))]
+
+    def widths(self) -> list[int]:
+        """Return the lengths of `parts`."""
+        return [len(self._verdicts), *(1 for _ in self.extras)]
+
+    def is_urgent(self) -> bool:
+        """Return whether a monitor acted in this step, where looking costs nothing; elsewhere the row says it."""
+        return self._acted_here is not None and bool(self._acted_here.any())
+
+    def take_skipped(self) -> list[int]:
+        """Return the steps that were skipped since the last call."""
+        skipped, self.skipped = self.skipped, []
+        return skipped
+
+    def hear(self, stamp: Stamp, layout: RowLayout, numbers: Sequence[Value]) -> bool:
+        """Take in a row that has arrived; return False where it lies behind a stop and nobody else may see it."""
+        if self.stop is not None:
+            return False
+        self.heard = stamp.step
+        first = len(layout.names)
+        acted = numbers[first : first + len(self._verdicts)]
+        if self._watching:
+            self._rows[stamp.step] = numbers
+        if not any(acted):
+            return True
+        for verdict, flag in zip(self._verdicts, acted, strict=True):
+            if not flag:
+                continue
+            event = self._event(verdict.reason, verdict.action, stamp, layout, numbers)
+            if verdict.action == "stop":
+                self.stop, self.stop_monitor = event, verdict.monitor
+                self._tell(event, verdict.monitor)
+                return False
+            if verdict.action == "skip" and (not self.skipped or self.skipped[-1] != stamp.step):
+                self.skipped.append(stamp.step)
+            self._tell(event, verdict.monitor)
+        return True
+
+    def watch(self, rows: Tensor, layout: RowLayout, stamps: Sequence[Stamp]) -> None:
+        """Evaluate what only informs, on the monitor stream.
+
+        Args:
+            rows: Values of some steps, shape=(steps, columns), a copy that nobody writes to again.
+            layout: What the columns mean.
+            stamps: What the host knows of the rows.
+        """
+        for stamp in stamps:
+            self.seen.update(name for name, new in zip(layout.metrics, stamp.fresh, strict=True) if new)
+        self.seen.update(self.extras)
+        if not self._watching:
+            return
+        self._rows_written.record("train")
+        self._rows_written.wait("monitor")
+        with self._runtime.on("monitor"), torch.no_grad():
+            flags = torch.stack([self._holds(m, rows, layout, stamps) for m, _ in self._watching]).double()
+        flat = flags.reshape(-1)
+
+        def deliver(numbers: list[Value], _alive: Tensor = rows) -> None:
+            self._inform(numbers, layout, stamps)
+
+        self._drain.send(flat, deliver, stream="monitor")
+
+    def _inform(self, flags: list[Value], layout: RowLayout, stamps: Sequence[Stamp]) -> None:
+        """Warn and call functions, step by step, about conditions whose outcome has arrived."""
+        for index, stamp in enumerate(stamps):
+            numbers = self._rows.pop(stamp.step, None)
+            if numbers is None:  # behind a stop
+                continue
+            for column, (monitor, gate) in enumerate(self._watching):
+                if gate.decide(bool(flags[column * len(stamps) + index]), stamp.step):
+                    self._tell(self._event(monitor.describe(), monitor.action, stamp, layout, numbers), monitor)
+
+    def _event(
+        self, reason: str, action: str, stamp: Stamp, layout: RowLayout, numbers: Sequence[Value]
+    ) -> MonitorEvent:
+        names = self._names(layout)
+        logged = [(layout.metrics[c], numbers[c]) for c in layout.order if stamp.fresh[c]]
+        values = dict(logged)
+        for name in self.extras:
+            values.setdefault(name, numbers[names[name]] if name not in layout.metrics else math.nan)
+        bad = next((name for name, value in values.items() if not math.isfinite(value)), None)
+        return MonitorEvent(
+            monitor=reason,
+            action=action,
+            step=stamp.step,
+            epoch=stamp.epoch,
+            batch_idx=stamp.batch_idx,
+            values=values,
+            first_nonfinite=bad,
+        )
+
+    def unknown_metrics(self) -> list[str]:
+        """Return what to say of monitors whose metric no row of the first epoch held."""
+        monitors = [*(verdict.monitor for verdict in self._verdicts), *(monitor for monitor, _ in self._watching)]
+        said = []
+        for monitor in dict.fromkeys(monitors):
+            for metric in monitor.metrics or ():
+                if metric not in self.seen:
+                    hint = nearest(metric, sorted(self.seen))
+                    said.append(f"monitor {monitor.describe()!r}: the epoch logged no {metric!r}; {hint}")
+        return said
+
+    def _holds(self, monitor: Monitor, rows: Tensor, layout: RowLayout, stamps: Sequence[Stamp]) -> Tensor:
+        """Return whether the condition of `monitor` holds in each row, shape=(rows,), bool."""
+        names = self._names(layout)
+        wanted = [names[m] for m in monitor.metrics or () if m in names]
+        whole = all(stamp.fresh[column] for column in wanted if column < len(layout.names) for stamp in stamps)
+        if monitor.elementwise and whole:
+            row = Row({name: rows[:, column] for name, column in names.items()})
+            return monitor.condition(row) if wanted else torch.zeros(len(stamps), dtype=torch.bool, device=rows.device)
+        holds = []
+        for cells, stamp in zip(rows.unbind(), stamps, strict=True):
+            columns = cells.unbind()
+            row = Row({n: columns[c] for n, c in names.items() if c >= len(layout.names) or stamp.fresh[c]})
+            known = monitor.metrics is None or any(metric in row for metric in monitor.metrics)
+            holds.append(monitor.condition(row) if known else torch.zeros((), dtype=torch.bool, device=rows.device))
+        return torch.stack(holds)
+
+    def _names(self, layout: RowLayout) -> dict[str, int]:
+        first = len(layout.names) + len(self._verdicts)
+        names = {name: first + index for index, name in enumerate(self.extras)}
+        names.update((name, column) for column, name in enumerate(layout.names))
+        names.update((name, column) for column, name in enumerate(layout.metrics))
+        return names
