@@ -67,7 +67,7 @@ class Observation:
     def release(self) -> None:
         """Let go of the tensors that were looked at."""
         self._held = {}
-        self.watch.outside.clear()
+        self.watch.forget()
 
 
 def obstacles(before: Observation, after: Observation) -> Iterator[FallbackReason]:

@@ -11,7 +11,7 @@ class ProgramReport:
 
     key: str
     """What it was captured for, in words: input shapes, accumulation phase."""
-    kind: str
+    capture: str
     """``"graph"`` or ``"compile"``."""
     operations: int
     """Recorded ATen operations; 0 where the device does not tell."""

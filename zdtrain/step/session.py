@@ -53,11 +53,11 @@ class Entry:
     verify_seconds: float = 0.0
     includes_optimizer: bool = False
 
-    def report(self, kind: str) -> ProgramReport:
+    def report(self, capture: str) -> ProgramReport:
         """Return what became of the program."""
         return ProgramReport(
             key=self.name,
-            kind=kind,
+            capture=capture,
             operations=self.operations,
             includes_optimizer=self.includes_optimizer,
             captures=self.captures,
@@ -102,7 +102,7 @@ class CaptureSession:
         """Return what is known of steps with `key`."""
         entry = self._entries.get(key)
         if entry is None:
-            entry = Entry(name=name())
+            entry = Entry(name=name(), verification="not yet" if self.verify else "off")
             self._entries.add(key, entry)
         return entry
 

@@ -33,7 +33,7 @@ class Tape:
         self.used = _drop_unused(graph, positions)
         self.constants = _lift_constants(graph)  # parameters, buffers, optimizer state: by reference, not copies
         self._graph = graph
-        self._replay = graph.forward
+        self._replay: Callable[..., Outputs] = graph.forward
 
     def __len__(self) -> int:
         """Return the number of operations."""
@@ -42,7 +42,7 @@ class Tape:
     def run(self, inputs: Sequence[Tensor | None]) -> Outputs:
         """Run the operations on `inputs`, which must have the layout that was recorded."""
         with torch.no_grad():
-            return self._replay(*[inputs[index] for index in self.used], *self.constants)  # type: ignore[no-any-return]
+            return self._replay(*[inputs[index] for index in self.used], *self.constants)
 
 
 class LoweredTape(Tape):
@@ -59,7 +59,8 @@ class LoweredTape(Tape):
     def _compile(self, *arguments: Tensor) -> Outputs:
         # Inductor itself, not torch.compile: there is no Python left to guard, and Dynamo's frame costs as much as a
         # third of a small program.
-        self._replay = torch._inductor.compile(self._graph, list(arguments), options=INDUCTOR_OPTIONS)
+        compiled: Any = torch._inductor.compile(self._graph, list(arguments), options=INDUCTOR_OPTIONS)
+        self._replay = compiled
         return self._replay(*arguments)
 
 

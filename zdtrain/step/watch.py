@@ -106,6 +106,12 @@ class Watch(TorchDispatchMode):
             if isinstance(tensor, Tensor) and id(tensor) not in arguments:
                 self._made[id(tensor)] = (weakref.ref(tensor), place)
 
+    def forget(self) -> None:
+        """Let go of everything but the reasons."""
+        self.operations.clear()
+        self.outside.clear()
+        self._made.clear()
+
     def survivors(self, known: set[int]) -> Iterator[tuple[Tensor, Location]]:
         """Yield the tensors that the step made and somebody still holds, other than those whose id is `known`."""
         for key, (reference, place) in self._made.items():

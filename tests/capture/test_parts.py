@@ -1,0 +1,270 @@
+"""The parts of a captured step, each by itself."""
+
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from zdtrain.config import TrainerOptions
+from zdtrain.device import runtime_for
+from zdtrain.errors import ConfigError
+from zdtrain.step.key import fingerprint, flatten_batch, frozen, signature, unflatten_batch
+from zdtrain.step.noted import NotedIndex
+from zdtrain.step.program import LeastRecentlyUsed
+from zdtrain.step.session import MAX_PROGRAMS, CaptureSession
+from zdtrain.step.tape import record
+from zdtrain.step.verify import Saved, first_mismatch
+from zdtrain.step.watch import Watch, difference
+
+from .runs import Classifier, batches, fit
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [torch.ones(2), [torch.ones(2), torch.zeros(3)], (torch.ones(1),), {"x": torch.ones(2), "more": ["a", 3]}],
+)
+def test_a_batch_comes_apart_and_together_again(batch):
+    leaves, structure = flatten_batch(batch)
+    again = unflatten_batch(leaves, structure)
+    assert type(again) is type(batch)
+    assert flatten_batch(again)[0] == leaves or torch.equal(again, batch)
+
+
+def test_a_signature_tells_layouts_and_python_leaves_apart():
+    x = torch.zeros(2, 3)
+    same = signature([x, 1])
+    assert signature([torch.ones(2, 3), 1]) == same
+    others = [torch.zeros(3, 2).t(), x.double(), torch.zeros(1, 3), x.clone().requires_grad_()]
+    assert all(signature([other, 1]) != same for other in others)
+    assert signature([x, 2]) != same
+    with pytest.raises(TypeError, match="object"):
+        signature([object()])
+
+
+def test_frozen_values_differ_where_the_values_do():
+    assert frozen([1, 2.0, {"a": (None, "b")}]) == frozen([1, 2.0, {"a": (None, "b")}])
+    assert frozen([1, 2]) != frozen([1, 3])
+    assert frozen(float("nan")) == frozen(float("nan"))
+    long = list(range(1000))
+    assert frozen(long) != frozen([*long, 1])
+
+
+def test_a_fingerprint_follows_modes_attributes_and_what_is_trained():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    seen = [fingerprint(net)]
+    net.eval()
+    seen.append(fingerprint(net))
+    net[0].requires_grad_(False)
+    seen.append(fingerprint(net))
+    net[1].p = 0.1
+    seen.append(fingerprint(net))
+    net[0].note = [1]
+    seen.append(fingerprint(net))
+    net[0].note.append(2)
+    seen.append(fingerprint(net))
+    assert len(set(seen)) == len(seen)
+    assert fingerprint(net) == seen[-1]
+
+
+def test_the_least_recently_used_entry_goes():
+    gone = []
+    cache = LeastRecentlyUsed(cap=2, evicted=gone.append)
+    cache.add("a", 1)
+    cache.add("b", 2)
+    assert cache.get("a") == 1
+    cache.add("c", 3)
+    assert gone == [2]
+    assert cache.get("b") is None
+
+
+def test_programs_beyond_the_cap_are_let_go_and_stay_in_the_report(tmp_path):
+    sizes = list(range(2, 2 + MAX_PROGRAMS + 2))
+
+    def loader():
+        loaders = [batches(6, size) for size in sizes]
+        return torch.utils.data.DataLoader([b for one in loaders for b in one], batch_size=None)
+
+    report = fit(tmp_path, Classifier, "graph", loader=loader, max_epochs=1).report
+    assert len(report.programs) == len(sizes)
+    assert all(program.captures == 1 for program in report.programs)
+
+
+def test_a_released_session_holds_no_tensors():
+    session = CaptureSession(capture="graph", verify=True, runtime=runtime_for(torch.device("cpu")), tell=print)
+    session.entry("key", lambda: "a batch").captures = 1
+    session.release()
+    assert [program.key for program in session.report().programs] == ["a batch"]
+
+
+def watched(step, *inputs):
+    with Watch(sys._getframe().f_code, inputs) as watch:
+        step()
+    return watch
+
+
+def test_two_equal_steps_do_not_differ_and_a_changed_number_is_named():
+    weight, factor = torch.ones(3), [2.0]
+
+    def step():
+        return (weight * factor[0]).sum()
+
+    first, second = watched(step), watched(step)
+    assert difference(first, second, set()) is None
+    factor[0] = 3.0
+    reason = difference(second, watched(step), set())
+    assert reason.code == "python-number"
+    assert "2.0 -> 3.0" in reason.message
+    assert reason.line == step.__code__.co_firstlineno + 1
+
+
+def test_a_tensor_from_outside_that_is_another_one_each_time_is_named():
+    held = [torch.ones(3)]
+
+    def step():
+        return held[0] * 2
+
+    first = watched(step)
+    held[0] = torch.ones(3)
+    assert difference(first, watched(step), set()).code == "outside-tensor"
+    assert difference(first, watched(step, held[0]), set()) is None
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t: t.sum().item(),
+        lambda t: bool(t.sum() > 0),
+        lambda t: t[t > 0],
+        lambda t: t.nonzero(),
+        lambda t: torch.equal(t, t),
+        lambda t: t.unique(),
+        lambda t: torch.masked_select(t, t > 0),
+        lambda t: t.index_put_((t > 0,), torch.zeros(())),
+    ],
+)
+def test_operations_that_wait_for_a_value_are_host_reads(read):
+    watch = watched(lambda: read(torch.ones(3)))
+    assert {reason.code for reason in watch.reads} == {"host-read"}
+
+
+def test_a_tape_replays_into_the_same_tensors_and_makes_literals_anew():
+    state = torch.zeros(())
+    x = torch.ones(2)
+
+    def step():
+        total = torch.tensor(1.0)
+        total += x.sum()
+        state.add_(total)
+        return [total, None]
+
+    tape = record(step, [x, None])
+    assert tape.used == [0]
+    assert state.item() == 3
+    for _ in range(2):
+        total, nothing = tape.run([torch.full((2,), 2.0), None])
+        assert total.item() == 5
+        assert nothing is None
+    assert state.item() == 13
+
+
+def test_a_tape_draws_from_the_same_generator():
+    x = torch.ones(100)
+    torch.manual_seed(3)
+    tape = record(lambda: [nn.functional.dropout(x)], [x])
+    torch.manual_seed(3)
+    replayed = tape.run([x])[0]
+    torch.manual_seed(3)
+    assert torch.equal(replayed, nn.functional.dropout(x))
+
+
+def test_saved_state_comes_back_with_the_random_generator():
+    x = torch.zeros(3)
+    saved = Saved({"x": x, "nothing": None}, runtime_for(torch.device("cpu")))
+    want = torch.rand(2)
+    x.add_(1)
+    saved.restore()
+    assert x.tolist() == [0, 0, 0]
+    assert torch.equal(torch.rand(2), want)
+
+
+def test_the_first_mismatch_says_what_and_by_how_much():
+    want = {"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}
+    assert first_mismatch(want, {k: v.clone() for k, v in want.items()}, exact=True) is None
+    found = first_mismatch(want, {**want, "a": torch.tensor([1.0, 1.5])}, exact=True)
+    assert str(found) == "a differs by up to 0.5"
+    near = {**want, "a": torch.tensor([1.0, 1.0 + 1e-6])}
+    assert first_mismatch(want, near, exact=True) is not None
+    assert first_mismatch(want, near, exact=False) is None
+    assert "missing" in str(first_mismatch(want, {"a": want["a"]}, exact=True))
+    assert "(1, 2)" in str(first_mismatch(want, {**want, "a": torch.ones(1, 2)}, exact=True))
+
+
+@pytest.mark.parametrize("use", [lambda i: i + 1, lambda i: 2 * i, lambda i: i == 3, lambda i: f"{i}"])
+def test_a_noted_index_is_an_integer_that_tells_when_it_is_used(use):
+    with Watch(sys._getframe().f_code) as watch:
+        index = NotedIndex(3, watch)
+        assert isinstance(index, int)
+        assert not watch.reads
+
+        def step():
+            return use(index)
+
+        assert step() == use(3)
+    assert {reason.code for reason in watch.reads} == {"batch-idx"}
+
+
+def test_a_wrong_choice_names_the_option_and_the_nearest_one(monkeypatch):
+    with pytest.raises(ConfigError, match=r"trainer.capture='grph'.*did you mean 'graph'"):
+        TrainerOptions(capture="grph")
+    with pytest.raises(ConfigError, match="trainer.verify_capture=3: use True or False"):
+        TrainerOptions(verify_capture=3)
+    monkeypatch.setenv("ZDTRAIN_CAPTURE", "compiled")
+    with pytest.raises(ConfigError, match=r"ZDTRAIN_CAPTURE='compiled'.*did you mean 'compile'"):
+        TrainerOptions().capture_on("cpu")
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "device", "choice"),
+    [
+        ("auto", None, "cpu", "off"),
+        ("auto", None, "cuda", "graph"),
+        ("graph", None, "cpu", "graph"),
+        ("graph", "off", "cuda", "off"),
+        ("off", "compile", "cpu", "compile"),
+    ],
+)
+def test_the_environment_wins_and_auto_depends_on_the_device(monkeypatch, option, variable, device, choice):
+    monkeypatch.delenv("ZDTRAIN_CAPTURE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("ZDTRAIN_CAPTURE", variable)
+    assert TrainerOptions(capture=option).capture_on(device) == choice
+
+
+def test_verification_can_be_switched_off(tmp_path):
+    report = fit(tmp_path, Classifier, "graph", verify_capture=False).report
+    (program,) = report.programs
+    assert (program.verifications, program.verification) == (0, "off")
+    assert program.replays > 40
+
+
+def test_the_report_and_the_run_record_hold_programs_and_reasons(tmp_path, capsys):
+    run = fit(tmp_path, Classifier, "graph", records=str(tmp_path / "runs"))
+    table = run.report.table()
+    assert "(8, 8) float32, (8,) int64" in table
+    assert "[optimizer-outside]" in table
+    folder = run.trainer.recorder.folder
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert {event["kind"] for event in events} >= {"program", "fallback"}
+    assert '"steps_replayed"' in (folder / "summary.json").read_text()
+
+
+def test_lbfgs_steps_eagerly_around_a_replayed_closure(tmp_path):
+    class Net(Classifier):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+    eager, captured = (fit(tmp_path, Net, capture) for capture in ("off", "graph"))
+    assert captured.report.steps_replayed > captured.report.steps_eager
+    assert all(torch.equal(eager.weights[name], captured.weights[name]) for name in eager.weights)
