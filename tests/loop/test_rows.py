@@ -134,7 +134,7 @@ def test_records_hold_every_finished_step_however_the_run_ends(monkeypatch, tmp_
     assert list(itertools.islice(numbers, finished)) == [float(i) for i in range(finished)]
 
 
-def test_an_error_while_logging_reaches_the_user_and_later_rows_still_arrive(tmp_path):
+def test_an_error_of_a_logger_reaches_the_user(tmp_path):
     class Full(CSVLogger):
         def log_metrics(self, metrics, step=None):
             if step == 3:

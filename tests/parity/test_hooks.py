@@ -10,12 +10,10 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 
 from tests.parity.harness import Net, assert_parity
 
-LEFT_OUT = {"on_gpu", "on_tpu"}
-
 
 def hooks_of(*bases):
     names = {name for base in bases for name, _ in inspect.getmembers(base, inspect.isfunction)}
-    return sorted(name for name in names if name.startswith(("on_", "setup", "teardown")) and name not in LEFT_OUT)
+    return sorted(name for name in names if name.startswith(("on_", "setup", "teardown")))
 
 
 def noting(base, names, note):
@@ -61,9 +59,7 @@ def note_in_callback(self, args, name):
     module.seen.append((self.name, name, state, [type(arg).__name__ for arg in args]))
 
 
-TracedCallback = noting(
-    Callback, [name for name in hooks_of(Callback) if name != "on_validation_model"], note_in_callback
-)
+TracedCallback = noting(Callback, hooks_of(Callback), note_in_callback)
 
 
 class Scheduled(Net):

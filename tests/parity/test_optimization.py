@@ -104,12 +104,12 @@ class Lion(torch.optim.Optimizer):
         return loss
 
 
-class CountingZero(torch.optim.SGD):
+class KeepsZeros(torch.optim.SGD):
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none=False)
 
 
-@pytest.mark.parametrize("optimizer", [Lion, CountingZero])
+@pytest.mark.parametrize("optimizer", [Lion, KeepsZeros])
 def test_optimizers_of_the_users(tmp_path, optimizer):
     assert_parity(tmp_path, with_optimizer(lambda m: optimizer(m.parameters(), lr=0.01)))
 
