@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.utilities.argparse import _defaults_from_env_vars
@@ -115,10 +116,10 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
     @property
     def scalars(self) -> DeviceScalars:
         """The run's scalars on the training device, ``global_step`` and ``current_epoch`` among them."""
-        if self._scalars is None:
-            self._scalars = run_scalars(None)
-        if not self.counters_on_device:
-            self._scalars.to(self.strategy.root_device)
+        if self._scalars is None or not self.counters_on_device:
+            with torch.inference_mode(False):  # validation may be the first to ask
+                self._scalars = run_scalars(None) if self._scalars is None else self._scalars
+                self._scalars.to(self.strategy.root_device)
             self.counters_on_device = True
             self.write_counters()
         return self._scalars

@@ -115,3 +115,15 @@ def test_stock_lightning_reads_a_checkpoint_with_scalars(tmp_path):
 def test_scalars_that_cannot_be_used_are_refused_by_name(scalars, message):
     with pytest.raises(ConfigError, match=message):
         Trainer(**QUIET, scalars=scalars)
+
+
+def test_scalars_that_validation_read_first_can_be_written_in_training(tmp_path):
+    class Watching(Scaled):
+        def validation_step(self, batch, batch_idx):
+            self.log("alpha", self.trainer.scalars.alpha)
+
+    module = Watching()
+    run = trainer(tmp_path, scalars={"alpha": 1.0})
+    run.validate(module, loader())
+    run.fit(module, loader())
+    assert torch.stack(module.seen).tolist() == [1.0, 0.5, 0.25]
