@@ -218,7 +218,7 @@ def test_a_noted_index_is_an_integer_that_tells_when_it_is_used(use):
 def test_a_wrong_choice_names_the_option_and_the_nearest_one(monkeypatch):
     with pytest.raises(ConfigError, match=r"trainer.capture='grph'.*did you mean 'graph'"):
         TrainerOptions(capture="grph")
-    with pytest.raises(ConfigError, match="trainer.verify_capture=3: use True or False"):
+    with pytest.raises(ConfigError, match=r"trainer\.verify_capture=3: use True or False"):
         TrainerOptions(verify_capture=3)
     monkeypatch.setenv("ZDTRAIN_CAPTURE", "compiled")
     with pytest.raises(ConfigError, match=r"ZDTRAIN_CAPTURE='compiled'.*did you mean 'compile'"):

@@ -1,7 +1,7 @@
 """What a Trainer needs for captured steps: a session per fit, a report, and properties that notice who reads them."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -68,12 +68,19 @@ class CanCapture:
         capture = self.options.capture_on(self.strategy.root_device.type)  # type: ignore[attr-defined]
         self._captures = None
         if capture != "off":
+            runtime = self.drain.runtime
             self._captures = CaptureSession(
-                capture=capture, verify=self.options.verify_capture, runtime=self.drain.runtime, tell=self._tell
+                capture=capture,
+                verify=self.options.verify_capture,
+                runtime=runtime,
+                tell=self._tell,
+                device_graphs=runtime.device.type == "cuda",
             )
         self.fit_loop.epoch_loop.captures = self._captures  # type: ignore[attr-defined]
+        stream = nullcontext() if self._captures is None else self.drain.runtime.training()
         try:
-            yield
+            with stream:  # graphs cannot be captured on the default stream, nor gradients bound to another one
+                yield
         finally:
             if self._captures is not None:
                 self._captures.release()  # teardown moves what the programs write to

@@ -13,12 +13,14 @@ from torch.utils import _pytree as pytree
 from zdtrain.errors import FallbackReason
 from zdtrain.step.carried import Carried
 from zdtrain.step.eager import EagerStep
+from zdtrain.step.graph import capture_graph
 from zdtrain.step.hooks import Hooks
-from zdtrain.step.key import fingerprint, flatten_batch, python_state, signature
+from zdtrain.step.key import fingerprint, flatten_batch, python_state, signature, unflatten_batch
 from zdtrain.step.noted import NotedIndex, NotedLog
 from zdtrain.step.observe import Observation, attribute_reason, obstacles
 from zdtrain.step.obstacles import HOOKS_INSIDE, changes_between_steps, hooks_inside, module_obstacles
 from zdtrain.step.optimizers import Inside
+from zdtrain.step.program import Program
 from zdtrain.step.recording import Recorder, Recording, Surroundings
 from zdtrain.step.results import StepResults
 from zdtrain.step.rollback import HostState
@@ -259,7 +261,8 @@ class CapturedStep(EagerStep):
         self._results.commit()
         inputs = self._inputs(entry)
         host = HostState(around)
-        saved = Saved(around.tensors(inputs), session.runtime)
+        saved = Saved(around.tensors(self._tensor_leaves), session.runtime)
+        batch = self._batch
         start = time.perf_counter()
         recorder = Recorder(around, carried)
 
@@ -269,26 +272,54 @@ class CapturedStep(EagerStep):
 
         try:
             with self._recordable():  # outside: filling the learning rates is no part of the program
-                program = record(recorded, inputs, lowered=session.capture == "compile")
+                program = self._record(entry, recorded, inputs)
         except Exception as error:  # whatever the tracer cannot do; an error of the step itself comes again below
             host.restore()
             saved.restore()
+            self._batch = batch
             self._eagerly(region)
             session.refuse(entry, [failure("recording the step failed", error)])
             return
         entry.recording = Recording(
             program, recorder, updates=entry.updates, covers=covers, inputs=inputs, n_leaves=len(self._tensor_leaves)
         )
+        if session.device_graphs and session.capture != "compile":  # the device has not run anything so far
+            self._loss, self._output = entry.recording.place(program.run(inputs))
         entry.verified_epoch = None
         entry.operations, entry.includes_optimizer = len(program), covers is not None
         entry.captures += 1
         entry.capture_seconds += time.perf_counter() - start
         session.steps_replayed += 1
 
+    def _record(self, entry: Entry, recorded: Callable[[], list[Any]], inputs: list[Tensor | None]) -> Program:
+        session, first = self._session, len(self._tensor_leaves)
+        if not session.device_graphs or session.capture == "compile":
+            return record(recorded, inputs, lowered=session.capture == "compile")
+        drops = self._batch_idx % self._trainer.accumulate_grad_batches == 0 and not self._zeroes_its_own_way
+        n_dropped = sum(len(group["params"]) for group in self._optimizer.param_groups) if drops else 0
+        used = [*range(first), *range(first + n_dropped, len(inputs))]
+        program = capture_graph(recorded, inputs, used, lambda static: self._put(entry, static), session.runtime)
+        self._put(entry, {index: tensor for index in program.used[first:] if (tensor := inputs[index]) is not None})
+        return program
+
+    def _put(self, entry: Entry, tensors: dict[int, Tensor]) -> None:
+        """Put tensors in the places of the inputs with their index; see `_inputs`."""
+        parameters = self._surroundings.parameters
+        first, last = len(self._tensor_leaves), len(self._tensor_leaves) + len(parameters)
+        if first and 0 in tensors:
+            leaves = iter(tensors[index] for index in range(first))
+            flat, structure = flatten_batch(self._batch)
+            self._batch = unflatten_batch([next(leaves) if isinstance(x, Tensor) else x for x in flat], structure)
+        for index, parameter in enumerate(parameters, first):
+            if index in tensors:
+                parameter.grad = tensors[index]
+        if entry.carried is not None:
+            entry.carried.put({index - last: tensor for index, tensor in tensors.items() if index >= last})
+
     def _replay(self, entry: Entry, recording: Recording) -> None:
         recording.prepare()
-        outputs = recording.program.run(self._inputs(entry))
-        self._loss, self._output = recording.accept(outputs)
+        self._loss, self._output = recording.place(recording.program.run(self._inputs(entry)))
+        recording.count()
         self._ran = True
         entry.misfits = 0
         entry.replays += 1
@@ -307,7 +338,7 @@ class CapturedStep(EagerStep):
         start = time.perf_counter()
         recording.prepare()
         inputs = self._inputs(entry)
-        saved = Saved(around.tensors(inputs), session.runtime)
+        saved = Saved(around.tensors(self._tensor_leaves), session.runtime)
         try:
             outputs = recording.program.run(inputs)
         except Exception as error:  # lowering happens here, and what cannot be lowered runs eagerly
@@ -318,13 +349,13 @@ class CapturedStep(EagerStep):
         if entry.verifications == 0:  # lowering is done at the first run
             entry.capture_seconds += time.perf_counter() - start
             start = time.perf_counter()
-        got = Saved({**around.tensors(inputs), **recording.named(outputs)}, session.runtime)
+        got = Saved({**around.tensors(self._tensor_leaves), **recording.named(outputs)}, session.runtime)
         saved.restore()
         before_region = time.perf_counter()
         self._eagerly(region)
         self._results.commit()
         region_seconds = time.perf_counter() - before_region
-        want = {"loss": self._loss, **around.tensors(inputs)}
+        want = {"loss": self._loss, **around.tensors(self._tensor_leaves)}
         leaves = [leaf for leaf in pytree.tree_leaves(self._output) if isinstance(leaf, Tensor)]
         want.update({f"output {index}": leaf for index, leaf in enumerate(leaves)})
         exact = session.capture != "compile"

@@ -71,6 +71,12 @@ class Carried:
         held = [holder.get(name) for holder, name in self._holders]
         return [value if isinstance(value, Tensor) else None for value in held]
 
+    def put(self, tensors: Mapping[int, Tensor]) -> None:
+        """Put tensors in places, by their index."""
+        for index, tensor in tensors.items():
+            holder, name = self._holders[index]
+            holder[name] = tensor
+
     def replace(self, tensors: list[Tensor]) -> None:
         """Put a step's new tensors in the places of the replaced ones."""
         for (holder, name), tensor in zip(self._holders, tensors, strict=False):

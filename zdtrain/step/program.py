@@ -13,6 +13,8 @@ class Program(Protocol):
 
     kind: str
     """``"graph"`` or ``"compile"``."""
+    overwrites: bool
+    """Whether a run writes its outputs over those of the run before."""
     used: list[int]
     """Indices of the inputs that it reads."""
 

@@ -36,7 +36,7 @@ class Surroundings:
     guard: StepGuard | None = None
     """What the step does for monitors."""
 
-    def tensors(self, inputs: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+    def tensors(self, batch: Sequence[Tensor]) -> dict[str, Tensor | None]:
         """Return all tensors that a step may write to, by name, in the order in which they are compared."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         found: dict[str, Any] = {f"gradient of {names.get(id(p), id(p))}": p.grad for p in self.parameters}
@@ -55,7 +55,7 @@ class Surroundings:
         found.update({f"optimizer.{name}": value for name, value in vars(self.optimizer).items()})
         if self.guard is not None:
             found.update(self.guard.tensors())
-        found.update({f"input {index}": value for index, value in enumerate(inputs)})
+        found.update({f"batch tensor {index}": value for index, value in enumerate(batch)})
         return {name: value for name, value in found.items() if value is None or isinstance(value, Tensor)}
 
     def slots(self) -> list[MetricSlot]:
@@ -200,14 +200,28 @@ class Recording:
         found.update({str(place): t for place, t in zip(self._taken.carried.replaced, carried, strict=True)})
         return found
 
-    def accept(self, outputs: Sequence[Any]) -> tuple[Tensor | None, Any]:
-        """Put a replay's outputs in their places and do the host's share; return the loss and the rest."""
-        taken, around = self._taken, self._taken.surroundings
+    def place(self, outputs: Sequence[Any]) -> tuple[Tensor | None, Any]:
+        """Put a run's outputs in their places; return the loss and what else the step returned.
+
+        Gradients alias the outputs of a program that overwrites them, as they do in any captured step; the rest is
+        copied there, because users keep it.
+        """
+        taken = self._taken
         loss, returned, gradients, carried = self._split(outputs)
-        for parameter, gradient in zip(around.parameters, gradients, strict=True):
+        if self.program.overwrites:
+            loss = None if loss is None else loss.clone()
+            returned, carried = [t.clone() for t in returned], [t.clone() for t in carried]
+        for parameter, gradient in zip(taken.surroundings.parameters, gradients, strict=True):
             if parameter.grad is not gradient:
                 parameter.grad = gradient
         taken.carried.replace(list(carried))
+        tensors = iter(returned)
+        leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in taken.leaves]
+        return loss, pytree.tree_unflatten(leaves, taken.structure)
+
+    def count(self) -> None:
+        """Do the host's share of a replay: everything that the step's Python would have counted."""
+        taken, around = self._taken, self._taken.surroundings
         count_updates(around.module, self._updates)
         for logged in taken.slots:
             logged.replay()
@@ -219,9 +233,6 @@ class Recording:
             around.zero_grad.increment_completed()
         if self.covers is not None:
             around.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether step was called
-        tensors = iter(returned)
-        leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in taken.leaves]
-        return loss, pytree.tree_unflatten(leaves, taken.structure)
 
     def _split(self, outputs: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any], Sequence[Any]]:
         first = 1 + self._taken.n_returned

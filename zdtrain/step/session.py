@@ -76,12 +76,20 @@ class CaptureSession:
         capture: ``"graph"`` or ``"compile"``.
         verify: Compare every program with an eager step before it is trusted, and once an epoch.
         runtime: The device door.
+        device_graphs: Capture steps in graphs of the device instead of op tapes.
         tell: Called with each new reason for an eager step.
     """
 
     def __init__(
-        self, *, capture: Capture, verify: bool, runtime: Runtime, tell: Callable[[FallbackReason], None]
+        self,
+        *,
+        capture: Capture,
+        verify: bool,
+        runtime: Runtime,
+        tell: Callable[[FallbackReason], None],
+        device_graphs: bool = False,
     ) -> None:
+        self.device_graphs = device_graphs
         self.capture = capture
         self.verify = verify
         self.runtime = runtime

@@ -28,6 +28,7 @@ class Tape:
     """
 
     kind = "graph"
+    overwrites = False
 
     def __init__(self, graph: fx.GraphModule, positions: Sequence[int]) -> None:
         self.used = _drop_unused(graph, positions)

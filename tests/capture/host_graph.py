@@ -1,0 +1,80 @@
+"""A stand-in for a device graph on the host: capturing runs nothing, replaying writes to the captured addresses."""
+
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zdtrain.device.host import HostRuntime
+
+READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "bincount"}
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, graph):
+        super().__init__()
+        self.graph = graph
+        self.made = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        if name in READS:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if func._schema.is_mutable or name == "native_batch_norm":  # whose schema does not tell of running statistics
+            for tensor in inputs:
+                self.graph.keep(tensor, self.made)
+        out = func(*args, **kwargs)
+        before = {t.untyped_storage().data_ptr() for t in inputs}
+        self.made |= {
+            t.untyped_storage().data_ptr()
+            for t in tree_leaves(out)
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in before
+        }
+        if not func._schema.name.startswith("profiler::"):
+            self.graph.operations.append((func, args, kwargs, out, before))
+        return out
+
+
+class HostGraph:
+    def __init__(self):
+        self.operations = []
+        self.replays = 0
+        self._kept = {}
+
+    def keep(self, tensor, made):
+        """Remember what a capture would overwrite if it ran."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in made and storage.data_ptr() not in self._kept:
+            self._kept[storage.data_ptr()] = (storage, storage.clone())
+
+    @contextmanager
+    def capture(self):
+        random = torch.get_rng_state()
+        with _Recorder(self):
+            yield
+        for storage, copy in self._kept.values():
+            storage.copy_(copy)
+        torch.set_rng_state(random)
+
+    @torch.no_grad()
+    def replay(self):
+        self.replays += 1
+        for func, args, kwargs, out, before in self.operations:
+            new = func(*args, **kwargs)
+            for old, fresh in zip(tree_leaves(out), tree_leaves(new), strict=True):
+                if isinstance(old, Tensor) and old.untyped_storage().data_ptr() not in before and old.numel():
+                    old.detach().copy_(fresh)
+
+    def reset(self):
+        self.operations.clear()
+
+
+class GraphRuntime(HostRuntime):
+    """The host, with graphs."""
+
+    def graph(self):
+        return HostGraph()
