@@ -1,0 +1,90 @@
+"""A step captured in a device graph: fixed input buffers, one launch, outputs that the next launch overwrites."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zdtrain.device.base import Graph, Runtime
+
+Outputs = list[Any]
+
+
+class GraphProgram:
+    """A captured graph with its static inputs.
+
+    Args:
+        graph: The captured graph.
+        static: Buffers that the graph reads, by index of the input.
+        written: Indices of inputs that the step writes to in place.
+        outputs: Tensors that the graph writes; every run overwrites them.
+    """
+
+    kind = "graph"
+    overwrites = True
+
+    def __init__(self, graph: Graph, static: dict[int, Tensor], written: list[int], outputs: Outputs) -> None:
+        self.used = list(static)
+        self._graph = graph
+        self._static = static
+        self._written = written
+        self._outputs = outputs
+
+    def __len__(self) -> int:
+        """Return 0: a device graph does not tell how many operations it holds."""
+        return 0
+
+    @torch.no_grad()
+    def run(self, inputs: Sequence[Tensor | None]) -> Outputs:
+        """Copy the inputs into their buffers and launch the graph.
+
+        Raises:
+            ValueError: An input has another layout than its buffer; ``copy_`` would broadcast or convert it silently.
+        """
+        for index, buffer in self._static.items():
+            tensor = inputs[index]
+            if tensor is None or tensor.shape != buffer.shape or tensor.dtype != buffer.dtype:
+                layout = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+                raise ValueError(f"input {index} is {layout}, captured as {(tuple(buffer.shape), buffer.dtype)}")
+            if tensor is not buffer:
+                buffer.copy_(tensor, non_blocking=True)
+        self._graph.replay()
+        for index in self._written:
+            tensor = inputs[index]
+            if tensor is not None and tensor is not self._static[index]:
+                tensor.copy_(self._static[index], non_blocking=True)
+        return self._outputs
+
+
+def capture_graph(
+    function: Callable[[], Outputs],
+    inputs: Sequence[Tensor | None],
+    used: Sequence[int],
+    put: Callable[[dict[int, Tensor]], None],
+    runtime: Runtime,
+) -> GraphProgram:
+    """Capture `function` without running it: its Python runs, the device's work is only recorded.
+
+    Args:
+        function: The step; returns tensors and None.
+        inputs: The tensors it works on that a replay will have others for.
+        used: Indices of those that it reads.
+        put: Puts tensors in the places of those inputs.
+        runtime: The device door. The caller is inside ``runtime.training()``.
+    """
+    static = {index: static_copy(tensor) for index in used if (tensor := inputs[index]) is not None}
+    versions = {index: tensor._version for index, tensor in static.items()}
+    graph = runtime.graph()
+    put(static)
+    with graph.capture():
+        outputs = function()
+    written = [index for index, tensor in static.items() if tensor._version != versions[index]]
+    return GraphProgram(graph, static, written, outputs)
+
+
+@torch.no_grad()
+def static_copy(tensor: Tensor) -> Tensor:
+    """Return a copy at an address of its own, in the same layout."""
+    buffer = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return buffer.copy_(tensor).requires_grad_(tensor.requires_grad)
