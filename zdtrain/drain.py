@@ -105,11 +105,18 @@ class Drain:
 
     def flush(self) -> None:
         """Wait for everything under way and hand it over."""
-        while self._under_way:
-            done = self._under_way[0].carrier.done
-            if not done.query():
-                done.synchronize()
-            self._hand_over()
+        while self.wait_for_oldest():
+            pass
+
+    def wait_for_oldest(self) -> bool:
+        """Wait for the delivery that is under way for longest and hand it over; return False where there is none."""
+        if not self._under_way:
+            return False
+        done = self._under_way[0].carrier.done
+        if not done.query():
+            done.synchronize()
+        self._hand_over()
+        return True
 
     def _hand_over(self) -> None:
         delivery = self._under_way.popleft()

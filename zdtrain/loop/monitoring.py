@@ -122,10 +122,14 @@ class Monitoring:
         self._in_doubt = False
         self.guard.end_step()
         listener = self.listener
-        if listener is not None and (
-            listener.is_urgent() or self._loop._batches_that_stepped - listener.heard > self._max_lag_steps
-        ):
+        if listener is None:
+            return
+        if listener.is_urgent():
             self._flush()
+        oldest = self._loop._batches_that_stepped - self._max_lag_steps
+        while listener.heard < oldest and listener.stop is None:
+            if not self._drain.wait_for_oldest() and self.rows is not None:
+                self.rows.stream.send()
 
     def _flush(self) -> None:
         if self.rows is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from zdtrain.errors import ConfigError
@@ -17,7 +18,7 @@ from zdtrain.monitor.gate import DeviceGate, Timing
 from zdtrain.monitor.masking import Copies, Mask, mask_for
 from zdtrain.monitor.values import StepValues
 from zdtrain.optim.clipping import total_norm
-from zdtrain.slots import SlotBank
+from zdtrain.slots import IDENTITY, SlotBank
 
 _ORDER = ("stop", "skip", "clip")
 
@@ -85,15 +86,23 @@ class StepGuard:
         self._banks = banks
         self._module_state = Copies()
         self._totals = Copies()
+        self._num_prepared = self._num_banks = 0
         self._mask: Mask | None = None
         self._optimizer: Optimizer | None = None
 
+    @torch.no_grad()
     def prepare(self, optimizer: Optimizer) -> None:
         """Do the host's share before a step: get ready to hold back updates of `optimizer`, hand over its lr."""
         if optimizer is not self._optimizer:
             self.release()
             self._optimizer = optimizer
             self._mask = mask_for(optimizer, self.flag) if self.holds else None
+        if self.holds and (self._num_prepared < 2 or len(self._banks) != self._num_banks):
+            # what a step makes for the first time has a copy before the next one, which may be captured
+            self._num_prepared += 1
+            self._num_banks = len(self._banks)
+            self._module_state.save(module_state(self._module))
+            self._totals.save(_totals(self._banks))
         self.values.take_lr(optimizer)
 
     def release(self) -> None:
@@ -182,8 +191,11 @@ class StepGuard:
     @torch.no_grad()
     def end_step(self) -> None:
         """Take the step's values out of the epoch again, where its update was held back."""
-        if self.holds:
-            self._totals.put_back(_totals(self._banks), self.hold)
+        if not self.holds:
+            return
+        for bank in self._banks[self._num_banks :]:  # made in this step
+            self._totals.save({id(bank): torch.full_like(bank._totals, IDENTITY[bank.reduction])})
+        self._totals.put_back(_totals(self._banks), self.hold)
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -219,7 +231,7 @@ def module_state(module: nn.Module) -> dict[Hashable, Tensor]:
     found: dict[Hashable, Tensor] = {}
     for path, part in module.named_modules():
         for name, buffer in part._buffers.items():
-            if buffer is not None:
+            if buffer is not None and not is_lazy(buffer):
                 found[path, name] = buffer
         for name in getattr(part, "_defaults", ()):  # a metric's states are attributes
             value = getattr(part, name, None)

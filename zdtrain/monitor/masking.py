@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from zdtrain.errors import ConfigError
@@ -181,8 +182,7 @@ class KeepAndPutBack:
             for name, value in group.items():
                 if isinstance(value, Tensor):
                     found[f"group {index}", name] = value
-            for parameter in group["params"]:
-                found[id(parameter)] = parameter
+            found.update((id(parameter), parameter) for parameter in group["params"] if not is_lazy(parameter))
         for parameter, state in self._optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor):

@@ -1,0 +1,152 @@
+"""``then="skip"``: a bad step leaves no trace but its row and its event."""
+
+import math
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+
+from zdtrain.monitors import NonFinite, Spike, Threshold
+from zdtrain.optim import Cosine, SimpleAdam
+from zdtrain.records import load_run
+
+from .runs import OPTIMIZERS, Net, differences, left_behind, loader, run
+
+MONITORS = {
+    "large": lambda: Threshold("train_loss", above=100.0, then="skip"),
+    "nan": lambda: NonFinite("loss", then="skip"),
+    "nan gradient": lambda: NonFinite("grad_norm", then="skip"),
+}
+COUNTED = ("weights", "optimizer", "schedule", "updates", "epoch")
+
+
+def assert_skips_exactly(make, cause, *, steps=(17,), batches=40, accumulate=1, capture="off", **options):
+    spoiled = {step * accumulate: cause for step in steps}
+    absent = tuple(step * accumulate + part for step in steps for part in range(accumulate))
+    shared = {"accumulate_grad_batches": accumulate, "capture": capture}
+    skipped = run(make(), loader(batches * accumulate, spoiled), monitors=[MONITORS[cause]()], **shared, **options)
+    without = run(make(), loader(batches * accumulate, without=absent), **shared)
+    got, want = left_behind(skipped), left_behind(without)
+    assert differences({k: got[k] for k in COUNTED}, {k: want[k] for k in COUNTED}) == []
+    assert skipped.global_step == batches, "a skipped step is counted, as with Lightning's loss scaling"
+    assert skipped.skipped_steps == len(steps)
+    return skipped
+
+
+@pytest.mark.parametrize("capture", ["off", "graph"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("optimizer", "cause"),
+    [(optimizer, "nan") for optimizer in OPTIMIZERS]
+    + [(optimizer, cause) for optimizer in ("SGD", "SimpleAdam") for cause in ("large", "nan gradient")],
+)
+def test_a_run_with_a_skipped_step_equals_a_run_without_its_batches(optimizer, cause, accumulate, capture):
+    options = {"accumulate": accumulate, "capture": capture}
+    skipped = assert_skips_exactly(lambda: Net(optimizer), cause, **options)
+    if capture == "graph":
+        assert skipped.capture_report.steps_replayed > 10
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "SGD"])
+def test_the_first_step_can_be_skipped_though_it_makes_the_optimizer_s_state(optimizer):
+    assert_skips_exactly(lambda: Net(optimizer), "nan", steps=(0,))
+
+
+@pytest.mark.parametrize("steps", [(3, 4, 5), (0, 39), (9, 11, 30)])
+def test_several_steps_can_be_skipped(steps):
+    assert_skips_exactly(lambda: Net("AdamW"), "nan", steps=steps)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "fused AdamW", "SimpleAdam"])
+def test_a_skip_is_exact_though_the_host_hears_of_it_50_steps_later(optimizer):
+    options = {"batches": 200, "steps": (137, 139), "lag": 10_000, "max_lag_steps": 62}
+    assert_skips_exactly(lambda: Net(optimizer, scheduler=False), "nan", **options)
+
+
+def test_the_schedule_catches_up_when_the_host_hears_of_a_skip():
+    spoiled = run(Net("AdamW"), loader(60, {17: "nan", 30: "nan"}), nonfinite="skip", lag=10_000, max_lag_steps=20)
+    scheduler = spoiled.lr_scheduler_configs[0].scheduler
+    reference = run(Net("AdamW"), loader(58))
+    assert differences(scheduler.state_dict(), reference.lr_scheduler_configs[0].scheduler.state_dict()) == []
+    assert spoiled.optimizers[0].param_groups[0]["lr"] == reference.optimizers[0].param_groups[0]["lr"]
+
+
+class Scheduled(Net):
+    def configure_optimizers(self):
+        return SimpleAdam(self.parameters(), lr=0.01, schedule=Cosine(num_steps=200), max_norm=1.0)
+
+
+@pytest.mark.parametrize("capture", ["off", "graph"])
+def test_a_schedule_on_the_device_follows_the_steps_that_counted_at_any_lag(capture):
+    options = {"batches": 60, "steps": (17, 30), "lag": 10_000, "max_lag_steps": 20, "capture": capture}
+    assert_skips_exactly(Scheduled, "nan", **options)
+
+
+class Measured(Net):
+    """Logs a torchmetrics metric, whose state would keep the NaN of a bad step."""
+
+    def __init__(self):
+        super().__init__("AdamW")
+        self.mean = torchmetrics.MeanMetric(nan_strategy="disable")
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.mean(loss.detach())
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+
+def test_the_state_of_a_metric_does_not_keep_a_skipped_step():
+    skipped = run(Measured(), loader(40, {17: "nan"}), nonfinite="skip")
+    without = run(Measured(), loader(40, without=(17,)))
+    assert torch.equal(skipped.callback_metrics["mean"], without.callback_metrics["mean"])
+
+
+def test_a_skipped_step_has_a_row_and_an_event_that_names_what_went_bad_first(tmp_path):
+    skipped = run(Net(), loader(30, {11: "nan"}), nonfinite="skip", records=tmp_path)
+    record = load_run(skipped.recorder.folder)
+    steps, values = record.series("train_loss_step")
+    assert steps == list(range(30))
+    assert math.isnan(values[11])
+    (event,) = [event for event in record.events if event["kind"] == "monitor"]
+    assert (event["step"], event["action"], event["first_nonfinite"]) == (11, "skip", "train_loss")
+    assert record.summary["skipped_steps"] == 1
+
+
+def test_bad_steps_in_a_row_stop_the_run_before_the_last_of_them():
+    spoiled = loader(60, {**dict.fromkeys(range(5, 9), "nan"), **dict.fromkeys(range(20, 30), "nan")})
+    stopped = run(Net("AdamW"), spoiled, nonfinite="skip")
+    assert (stopped.global_step, stopped.skipped_steps) == (29, 13)
+    without = run(Net("AdamW"), loader(60, without=(5, 6, 7, 8)), max_steps=16)
+    got, want = left_behind(stopped), left_behind(without)
+    assert differences({k: got[k] for k in COUNTED}, {k: want[k] for k in COUNTED}) == []
+
+
+def test_a_spike_is_skipped_and_does_not_hide_the_next():
+    monitor = Spike("train_loss", factor=8.0, min_steps=10, then="skip")
+    skipped = run(Net("AdamW"), loader(60, {30: "large", 32: "large"}), monitors=[monitor])
+    without = run(Net("AdamW"), loader(60, without=(30, 32)))
+    assert skipped.skipped_steps == 2
+    assert differences(left_behind(skipped)["weights"], left_behind(without)["weights"]) == []
+
+
+def test_gradients_are_clipped_only_where_the_monitor_says_so():
+    class Norms(Net):
+        def __init__(self):
+            super().__init__(scheduler=False)
+            self.norms = []
+
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            grads = [p.grad for p in self.parameters() if p.grad is not None]
+            if grads:
+                self.norms.append(float(nn.utils.get_total_norm(grads)))
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+    plain, clipped = Norms(), Norms()
+    run(plain, loader(30))
+    limit = sorted(plain.norms)[15]
+    run(clipped, loader(30), monitors=[Threshold("grad_norm", above=limit, then="clip")])
+    assert clipped.norms[0] == pytest.approx(min(plain.norms[0], limit), rel=1e-5)
+    assert max(clipped.norms) <= limit * 1.00001 < max(plain.norms)
+    assert len({round(norm, 6) for norm in clipped.norms}) > 5, "small gradients are left alone"

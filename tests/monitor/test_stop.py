@@ -1,0 +1,160 @@
+"""``then="stop"``: the run ends right before the step that a monitor objects to, however late the host hears."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from zdtrain.monitors import NonFinite, Threshold, When
+from zdtrain.records import load_run
+
+from .runs import OPTIMIZERS, Net, differences, left_behind, loader, run
+
+MONITORS = {
+    "large": lambda: Threshold("train_loss", above=100.0, then="stop"),
+    "nan": lambda: NonFinite("loss", then="stop"),
+    "nan gradient": lambda: NonFinite("grad_norm", then="stop"),
+}
+
+
+def assert_stops_exactly(cause, optimizer, *, step, batches, lag, accumulate=1, capture="off", **options):
+    bad = loader(batches * accumulate, {step * accumulate: cause})
+    shared = {"accumulate_grad_batches": accumulate, "capture": capture, **options}
+    stopped = run(Net(optimizer), bad, monitors=[MONITORS[cause]()], lag=lag, **shared)
+    ended = run(Net(optimizer), loader(batches * accumulate), max_steps=step, **shared)
+    assert stopped.global_step == step
+    assert differences(left_behind(stopped), left_behind(ended)) == []
+    return stopped
+
+
+@pytest.mark.parametrize("cause", MONITORS)
+@pytest.mark.parametrize("optimizer", ["SGD", "SimpleAdam", "fused AdamW"])
+def test_a_stop_at_step_137_heard_50_steps_later_leaves_what_a_run_of_137_steps_leaves(cause, optimizer):
+    # rows travel in chunks of half as many, so a row is between 31 and 62 steps late, that of step 137 at least 49
+    stopped = assert_stops_exactly(cause, optimizer, step=137, batches=220, lag=10_000, max_lag_steps=62)
+    assert len(stopped.ended) >= 137 + 50, "the host heard of it too early for this test to say much"
+
+
+@pytest.mark.parametrize("capture", ["off", "graph"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("optimizer", "cause"),
+    [(optimizer, "nan") for optimizer in OPTIMIZERS]
+    + [(optimizer, cause) for optimizer in ("SGD", "SimpleAdam") for cause in ("large", "nan gradient")],
+)
+def test_a_stop_is_exact_with_every_optimizer_captured_and_accumulating(optimizer, cause, accumulate, capture):
+    options = {"max_lag_steps": 10, "accumulate": accumulate, "capture": capture}
+    stopped = assert_stops_exactly(cause, optimizer, step=17, batches=40, lag=10_000, **options)
+    if capture == "graph":
+        assert stopped.capture_report.steps_replayed > 10
+
+
+def test_the_second_batch_of_a_window_stops_the_step_as_well():
+    bad = loader(40, {2 * 7 + 1: "nan"})
+    stopped = run(Net(), bad, nonfinite="stop", accumulate_grad_batches=2)
+    ended = run(Net(), loader(40), max_steps=7, accumulate_grad_batches=2)
+    assert differences(left_behind(stopped), left_behind(ended)) == []
+
+
+@pytest.mark.parametrize("step", [0, 1, 19])
+def test_the_first_and_the_last_step_of_an_epoch_can_stop_it(step):
+    stopped = run(Net("AdamW"), loader(20, {step: "nan"}), nonfinite="stop", max_epochs=3)
+    torch.manual_seed(5)
+    assert stopped.global_step == step
+    if step:
+        ended = run(Net("AdamW"), loader(20), max_steps=step)
+        assert differences(left_behind(stopped), left_behind(ended)) == []
+
+
+def test_without_lag_the_run_ends_in_the_step_itself():
+    stopped = run(Net(), loader(40, {17: "nan"}), nonfinite="stop")
+    assert stopped.ended == list(range(18))
+
+
+def test_minimum_epochs_do_not_keep_a_stopped_run_alive():
+    stopped = run(Net(), loader(20, {5: "nan"}), nonfinite="stop", min_epochs=2, max_epochs=4)
+    assert (stopped.global_step, stopped.fit_loop.min_epochs) == (5, 2)
+
+
+def test_a_run_that_was_stopped_can_be_fitted_again():
+    stopped = run(Net("SimpleAdam"), loader(20, {5: "nan"}), nonfinite="stop", max_epochs=-1, max_steps=12)
+    stopped.fit(stopped.lightning_module, loader(20))
+    assert stopped.global_step == 12
+
+
+def test_nothing_behind_a_stop_is_logged_and_the_record_says_why_the_run_ended(tmp_path):
+    stopped = run(
+        Net(),
+        loader(100, {37: "large"}),
+        monitors=[Threshold("train_loss", above=100.0, then="stop")],
+        lag=10_000,
+        max_lag_steps=30,
+        records=tmp_path,
+        logger=CSVLogger(tmp_path, name="csv"),
+        log_every_n_steps=1,
+    )
+    record = load_run(stopped.recorder.folder)
+    assert record.series("train_loss_step")[0] == list(range(37))
+    (event,) = [event for event in record.events if event["kind"] == "monitor"]
+    assert (event["action"], event["step"], event["monitor"]) == ("stop", 37, "train_loss > 100")
+    assert event["values"]["train_loss"] > 1000
+    assert record.summary["stopped_by"] == {"monitor": "train_loss > 100", "step": 37}
+    text = (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
+    steps = {line.split(",")[text[0].split(",").index("step")] for line in text[1:]}
+    assert steps == {str(step) for step in range(37)}
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_no_checkpoint_holds_a_step_behind_the_latch(tmp_path, every):
+    keep = ModelCheckpoint(tmp_path, every_n_train_steps=every, save_top_k=-1, save_last=True)
+    options = {"callbacks": [keep], "enable_checkpointing": True, "monitors": [NonFinite("loss", then="stop")]}
+    stopped = run(Net("AdamW"), loader(60, {17: "nan"}), lag=10_000, max_lag_steps=30, **options)
+    saved = {int(torch.load(path, weights_only=False)["global_step"]) for path in tmp_path.glob("*.ckpt")}
+    assert saved == {step for step in range(1, 18) if step % every == 0} | {max(saved)}
+    assert max(saved) <= 17
+    last = torch.load(keep.last_model_path, weights_only=False)
+    reference = run(Net("AdamW"), loader(60), max_steps=last["global_step"])
+    assert differences(dict(last["state_dict"]), dict(reference.lightning_module.state_dict())) == []
+    assert differences(last["optimizer_states"][0], reference.optimizers[0].state_dict()) == []
+    assert stopped.global_step == 17
+
+
+def test_a_checkpoint_that_a_callback_saves_behind_the_latch_is_one_of_the_last_good_step(tmp_path):
+    class Saver(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 25:
+                trainer.save_checkpoint(tmp_path / "late.ckpt")
+
+    options = {"callbacks": [Saver()], "monitors": [NonFinite("loss", then="stop")]}
+    run(Net("AdamW"), loader(60, {17: "nan"}), lag=10_000, max_lag_steps=30, **options)
+    saved = torch.load(tmp_path / "late.ckpt", weights_only=False)
+    assert saved["global_step"] == 17
+    assert saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"] == 17
+    assert saved["lr_schedulers"][0]["last_epoch"] == 17
+    state = next(value for key, value in saved["callbacks"].items() if "MonitorState" in key)
+    assert state["stopped"] == {"monitor": "loss is not finite", "step": 17}
+
+
+def test_validation_never_sees_weights_from_behind_the_latch():
+    class Weights(Callback):
+        seen: list[float] = []
+
+        def on_validation_start(self, trainer, module):
+            self.seen.append(float(sum(p.sum() for p in module.parameters())))
+
+    spy = Weights()
+    torch.manual_seed(5)
+    options = {"val_check_interval": 20, "num_sanity_val_steps": 0, "callbacks": [spy], "limit_val_batches": 1}
+    module = Net()
+    module.val_dataloader = lambda: loader(1)  # type: ignore[method-assign]
+    stopped = run(module, loader(60, {35: "nan"}), monitors=[NonFinite(then="stop")], lag=10_000, **options)
+    assert len(spy.seen) == 1
+    assert all(value == value for value in spy.seen)
+    assert stopped.global_step == 35
+
+
+def test_a_function_of_the_row_can_stop():
+    monitor = When(lambda row: (row["loss"] > 100.0) & (row["first"] == row["first"]), then="stop", name="too large")
+    stopped = run(Net(), loader(30, {7: "large"}), monitors=[monitor])
+    assert stopped.global_step == 7
