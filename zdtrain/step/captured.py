@@ -1,8 +1,8 @@
 """The training step as a captured program: warm up on real batches, record, verify, replay."""
 
 import time
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from zdtrain.step.observe import Observation, attribute_reason, obstacles
 from zdtrain.step.obstacles import HOOKS_INSIDE, changes_between_steps, hooks_inside, module_obstacles
 from zdtrain.step.optimizers import Inside
 from zdtrain.step.program import Program
-from zdtrain.step.recording import Recorder, Recording, Surroundings
+from zdtrain.step.recording import Recorder, Recording, Surroundings, n_parameters
 from zdtrain.step.results import StepResults
 from zdtrain.step.rollback import HostState
 from zdtrain.step.session import MAX_MISFITS, WATCHED_STEPS, CaptureSession, Entry
@@ -44,6 +44,9 @@ class CapturedStep(EagerStep):
         session: Programs and counts, kept for the whole fit.
     """
 
+    _needs_loss = True
+    _drops_gradients = True  # whether the first batch of a window does not need the gradients of the last
+
     def __init__(self, trainer: Trainer, hooks: Hooks, session: CaptureSession) -> None:
         self._session = session
         self._results: StepResults = trainer.fit_loop.epoch_loop._results  # type: ignore[assignment]
@@ -59,18 +62,23 @@ class CapturedStep(EagerStep):
 
     def _use(self, optimizer: torch.optim.Optimizer) -> None:
         super()._use(optimizer)
-        own = [p for group in optimizer.param_groups for p in group["params"]]
+        self._surround([optimizer])
+        found = self._session.inside(optimizer)
+        self._inside = [] if found is None else [found]
+
+    def _surround(self, optimizers: list[torch.optim.Optimizer], updates_by_hand: Any = None) -> None:
+        own = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         everything = {id(p): p for p in (*own, *self._module.parameters())}
         self._surroundings = Surroundings(
             module=self._module,
-            optimizer=optimizer,
+            optimizers=optimizers,
             parameters=list(everything.values()),
             results=self._results,
             connector=self._trainer._logger_connector,
             zero_grad=self._progress.zero_grad,
+            updates_by_hand=updates_by_hand,
             guard=self._trainer.fit_loop.epoch_loop.guard,
         )
-        self._inside = self._session.inside(optimizer)
 
     def run(self, batch: Any, batch_idx: int, accumulate: bool) -> dict[str, Any]:
         """Train on `batch`; see `EagerStep.run`."""
@@ -110,12 +118,12 @@ class CapturedStep(EagerStep):
         parameters = self._surroundings.parameters
         key = (
             structure if isinstance(structure, type) else str(structure),
-            id(self._optimizer),
+            tuple([id(optimizer) for optimizer in self._surroundings.optimizers]),
             layout,
             phase,
             self._current_fingerprint(),
             tuple([p.grad is None for p in parameters]) if window > 1 or self._zeroes_its_own_way else None,
-            self._inside.key() if self._inside is not None and not accumulate else None,
+            None if accumulate else tuple([part.key() for part in self._inside]),
             self._trainer.gradient_clip_val,
             self._trainer.gradient_clip_algorithm,
             self._trainer.current_epoch if self._session.epoch_in_key else None,
@@ -148,13 +156,13 @@ class CapturedStep(EagerStep):
         self._through(super()._accumulate)
 
     def _step_optimizer(self) -> None:
-        if self._inside is not None and self._entry is not None:
+        if self._inside and self._entry is not None:
             self._through(super()._step_optimizer, self._inside)
         else:
             super()._step_optimizer()
 
     def _closure(self) -> Tensor | None:
-        if self._inside is not None or self._entry is None:
+        if self._inside or self._entry is None:
             return super()._closure()
         if not torch.is_grad_enabled():
             with torch.enable_grad():
@@ -162,7 +170,7 @@ class CapturedStep(EagerStep):
         self._through(super()._closure)
         return self._loss
 
-    def _through(self, region: Region, covers: Inside | None = None) -> None:
+    def _through(self, region: Region, covers: Sequence[Inside] = ()) -> None:
         """Run the region: as it is, watched, recorded, compared with its program, or as a replay."""
         entry, session = self._entry, self._session
         first = self._connector._first_loop_iter is not False
@@ -218,7 +226,7 @@ class CapturedStep(EagerStep):
             session.watch = None
         session.host_reads += seen.watch.host_reads
         session.epoch_in_key = session.epoch_in_key or seen.watch.epoch_read
-        if self._loss is None:
+        if self._loss is None and self._needs_loss:
             seen.reasons.append(FallbackReason(code="no-loss", message="training_step returned None"))
         for metric, count in counts:
             if metric.is_tensor and metric._update_count != count:
@@ -237,8 +245,12 @@ class CapturedStep(EagerStep):
         elif not seen.draws:
             session.refuse(entry, list(dict.fromkeys(seen.reasons)))
 
-    def _recordable(self) -> AbstractContextManager[None]:
-        return self._inside.recording() if self._inside is not None else nullcontext()
+    @contextmanager
+    def _recordable(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for part in self._inside:
+                stack.enter_context(part.recording())
+            yield
 
     def _handed_over(self) -> list[Any]:
         """Return the tensors that belong to somebody after the step."""
@@ -254,7 +266,7 @@ class CapturedStep(EagerStep):
         carried = entry.carried.tensors() if entry.carried is not None else []
         return [*self._tensor_leaves, *(p.grad for p in self._surroundings.parameters), *carried]
 
-    def _capture(self, entry: Entry, region: Region, covers: Inside | None) -> None:
+    def _capture(self, entry: Entry, region: Region, covers: Sequence[Inside]) -> None:
         """Record the region while it runs; where that fails, take it back and run it as it is."""
         session, around, carried = self._session, self._surroundings, entry.carried
         assert carried is not None
@@ -286,7 +298,7 @@ class CapturedStep(EagerStep):
         if session.device_graphs and session.capture != "compile":  # the device has not run anything so far
             self._loss, self._output = entry.recording.place(program.run(inputs))
         entry.verified_epoch = None
-        entry.operations, entry.includes_optimizer = len(program), covers is not None
+        entry.operations, entry.includes_optimizer = len(program), bool(covers)
         entry.captures += 1
         entry.capture_seconds += time.perf_counter() - start
         session.steps_replayed += 1
@@ -296,7 +308,7 @@ class CapturedStep(EagerStep):
         if not session.device_graphs or session.capture == "compile":
             return record(recorded, inputs, lowered=session.capture == "compile")
         drops = self._batch_idx % self._trainer.accumulate_grad_batches == 0 and not self._zeroes_its_own_way
-        n_dropped = sum(len(group["params"]) for group in self._optimizer.param_groups) if drops else 0
+        n_dropped = n_parameters(self._surroundings.optimizers) if drops and self._drops_gradients else 0
         used = [*range(first), *range(first + n_dropped, len(inputs))]
         program = capture_graph(recorded, inputs, used, lambda static: self._put(entry, static), session.runtime)
         self._put(entry, {index: tensor for index in program.used[first:] if (tensor := inputs[index]) is not None})

@@ -23,16 +23,18 @@ class Surroundings:
 
     module: LightningModule
     """The module."""
-    optimizer: Optimizer
-    """The optimizer."""
+    optimizers: list[Optimizer]
+    """The optimizers: one, unless the module optimizes by hand."""
     parameters: list[nn.Parameter]
-    """Everything that may have a gradient: the optimizer's parameters, then the rest of the module's."""
+    """Everything that may have a gradient: the optimizers' parameters, then the rest of the module's."""
     results: StepResults
     """Where the step logs."""
     connector: Any
     """Lightning's logger connector: knows when logged values have to be reset."""
     zero_grad: Any
     """Lightning's progress counter of zeroed gradients."""
+    updates_by_hand: Any = None
+    """Lightning's progress counter of optimizer steps that the module makes itself."""
     guard: StepGuard | None = None
     """What the step does for monitors."""
 
@@ -47,12 +49,13 @@ class Surroundings:
             found[f"logged epoch values ({bank.reduction} {index})"] = bank._totals
         for parameter in self.parameters:
             found[f"parameter {names.get(id(parameter), id(parameter))}"] = parameter
-        for owner, state in self.optimizer.state.items():
-            for name, value in state.items() if isinstance(state, dict) else ():
-                found[f"optimizer's {name} of {names.get(id(owner), id(owner))}"] = value
-        for index, group in enumerate(self.optimizer.param_groups):
-            found.update({f"param_groups[{index}][{name!r}]": value for name, value in group.items()})
-        found.update({f"optimizer.{name}": value for name, value in vars(self.optimizer).items()})
+        for number, optimizer in enumerate(self.optimizers):
+            for owner, state in optimizer.state.items():
+                for name, value in state.items() if isinstance(state, dict) else ():
+                    found[f"optimizer {number}'s {name} of {names.get(id(owner), id(owner))}"] = value
+            for index, group in enumerate(optimizer.param_groups):
+                found.update({f"optimizer {number}'s group {index} {name!r}": v for name, v in group.items()})
+            found.update({f"optimizer {number}'s {name}": value for name, value in vars(optimizer).items()})
         if self.guard is not None:
             found.update(self.guard.tensors())
         found.update({f"batch tensor {index}": value for index, value in enumerate(batch)})
@@ -83,6 +86,8 @@ class Recorder:
         self.carried = carried
         self._counts = surroundings.metric_counts()
         self._zeroed = surroundings.zero_grad.total.completed
+        self._by_hand = self._count_by_hand()
+        self.updates_by_hand = 0
         self._weights = {id(slot): (slot.weight, slot._update_count) for slot in surroundings.slots()}
         self.slots: list[LoggedValue] = []
         self.metrics: list[Any] = []
@@ -100,6 +105,7 @@ class Recorder:
         """
         around = self.surroundings
         self.zeroes = around.zero_grad.total.completed != self._zeroed
+        self.updates_by_hand = self._count_by_hand() - self._by_hand
         self.metrics = [metric for metric, count in self._counts if metric._update_count != count]
         around.results.commit()
         self.slots = [*self._logged()]
@@ -110,6 +116,10 @@ class Recorder:
         replaced = self.carried.tensors()[: len(self.carried.replaced)]
         carried = [tensor.detach() for tensor in replaced if tensor is not None]
         return [loss, *returned, *(p.grad for p in around.parameters), *carried]
+
+    def _count_by_hand(self) -> int:
+        counter = self.surroundings.updates_by_hand
+        return 0 if counter is None else counter.total.completed
 
     def _logged(self) -> Iterator["LoggedValue"]:
         for slot in self.surroundings.slots():
@@ -146,7 +156,7 @@ class Recording:
         program: The recorded operations.
         taken: What the host did meanwhile.
         updates: Updates of torchmetrics metrics in one step, by module path.
-        covers: Set where the optimizer's step is part of the program.
+        covers: How optimizers are part of the program; empty where they step behind it.
         inputs: What it was recorded with.
         n_leaves: How many of the inputs are the batch's, whose layout is part of the key.
     """
@@ -157,7 +167,7 @@ class Recording:
         taken: Recorder,
         *,
         updates: dict[str, int],
-        covers: Inside | None,
+        covers: Sequence[Inside],
         inputs: Sequence[Tensor | None],
         n_leaves: int,
     ) -> None:
@@ -168,7 +178,7 @@ class Recording:
         read = {index for index in program.used if index >= n_leaves}
         absent = {index for index in range(n_leaves, len(inputs)) if inputs[index] is None}
         if taken.zeroes:  # gradients that the step drops may be there or not
-            n_zeroed = sum(len(group["params"]) for group in taken.surroundings.optimizer.param_groups)
+            n_zeroed = n_parameters(taken.surroundings.optimizers)
             absent -= set(range(n_leaves, n_leaves + n_zeroed))
         self._checked = sorted(read | absent)
         self._layout = layout_of([inputs[index] for index in self._checked])
@@ -186,8 +196,8 @@ class Recording:
             if connector.should_reset_tensors("training_step"):
                 self._taken.surroundings.results.reset(metrics=False, fx="training_step")
             connector._current_fx = "training_step"
-        if self.covers is not None:
-            self.covers.refill()
+        for part in self.covers:
+            part.refill()
 
     def named(self, outputs: Sequence[Any]) -> dict[str, Tensor | None]:
         """Return the outputs of a run by the names that `Surroundings.tensors` gives them."""
@@ -231,13 +241,22 @@ class Recording:
             around.zero_grad.increment_ready()
             around.zero_grad.increment_started()
             around.zero_grad.increment_completed()
-        if self.covers is not None:
-            around.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether step was called
+        if self.covers:
+            for optimizer in around.optimizers:
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether step was called
+        for _ in range(taken.updates_by_hand):
+            around.updates_by_hand.increment_ready()
+            around.updates_by_hand.increment_completed()
 
     def _split(self, outputs: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any], Sequence[Any]]:
         first = 1 + self._taken.n_returned
         last = first + len(self._taken.surroundings.parameters)
         return outputs[0], outputs[1:first], outputs[first:last], outputs[last:]
+
+
+def n_parameters(optimizers: Sequence[Optimizer]) -> int:
+    """Return how many parameters `optimizers` update."""
+    return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
 
 
 def layout_of(inputs: Sequence[Tensor | None]) -> tuple[Hashable, ...]:

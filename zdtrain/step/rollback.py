@@ -17,7 +17,8 @@ class HostState:
 
     def __init__(self, around: Surroundings) -> None:
         module, results = around.module, around.results
-        progress = (around.zero_grad.current, around.zero_grad.total)
+        counters = [counter for counter in (around.zero_grad, around.updates_by_hand) if counter is not None]
+        progress = [part for counter in counters for part in (counter.current, counter.total)]
         self._gradients = [(parameter, parameter.grad) for parameter in around.parameters]
         self._held = held_tensors(module)
         self._module = module
