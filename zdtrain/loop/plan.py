@@ -14,6 +14,7 @@ from zdtrain.loop.feed import Feed
 from zdtrain.step.captured import CapturedStep
 from zdtrain.step.eager import EagerStep
 from zdtrain.step.hooks import Hooks, overrides
+from zdtrain.step.manual import CapturedManualStep
 from zdtrain.step.optimization import WindowedOptimization
 
 # Methods that the short path does not call: whoever replaces one of them gets stock Lightning's loop.
@@ -61,7 +62,12 @@ class StepPlan:
         self.hooks = Hooks(trainer)
         self.feed = Feed(trainer, fetcher)
         captures = trainer.fit_loop.epoch_loop.captures
-        self.step = CapturedStep(trainer, self.hooks, captures) if captures else EagerStep(trainer, self.hooks)
+        if captures is None:
+            self.step = EagerStep(trainer, self.hooks)
+        elif trainer.lightning_module.automatic_optimization:
+            self.step = CapturedStep(trainer, self.hooks, captures)
+        else:
+            self.step = CapturedManualStep(trainer, self.hooks, captures)
         configs = trainer.lr_scheduler_configs
         self.step_schedulers = any(c.interval == "step" and not c.reduce_on_plateau for c in configs)
         self.step_plateaus = any(c.interval == "step" and c.reduce_on_plateau for c in configs)
@@ -79,7 +85,9 @@ def reasons_for_stock(trainer: Trainer, fetcher: _DataFetcher) -> Iterator[Fallb
             code="profiler",
             message=f"{type(profiler).__name__} times stock Lightning's own loop; drop profiler= to lift this",
         )
-    if not module.automatic_optimization:
+    loop = trainer.fit_loop.epoch_loop
+    by_hand = not module.automatic_optimization
+    if by_hand and (not strategy._optimizers or loop.captures is None or loop.guard is not None):
         yield FallbackReason(
             code="manual-optimization", message="the module optimizes by hand (automatic_optimization=False)"
         )

@@ -195,14 +195,21 @@ class CapturedStep(EagerStep):
         region()
 
     def _training_step(self) -> Any:
+        with self._noted():
+            return super()._training_step()
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Let the watch, if there is one, know what the body logs and whether it uses the batch's index."""
         watch = self._session.watch
         if watch is None:
-            return super()._training_step()
+            yield
+            return
         log, index = self._log, self._batch_idx
         self._log = self._attributes["log"] = NotedLog(log, watch)  # type: ignore[assignment,arg-type]
         self._batch_idx = NotedIndex(index, watch)
         try:
-            return super()._training_step()
+            yield
         finally:
             self._log, self._batch_idx = log, index
 

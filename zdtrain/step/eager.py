@@ -65,6 +65,16 @@ class EagerStep:
             self._use(self._strategy._optimizers[0])
         if self._guard is not None:
             self._guard.prepare(self._optimizer)
+        self._run(accumulate)
+        if not self._ran:
+            raise MisconfigurationException(
+                "The closure hasn't been executed. HINT: did you call `optimizer_closure()` in your `optimizer_step`"
+                " hook? It could also happen because the `optimizer.step(optimizer_closure)` call did not execute it"
+                " internally."
+            )
+        return self._outputs()
+
+    def _run(self, accumulate: bool) -> None:
         if accumulate:
             self._accumulate()
         else:
@@ -72,12 +82,8 @@ class EagerStep:
             progress.increment_ready()
             self._step_optimizer()
             progress.increment_completed()
-        if not self._ran:
-            raise MisconfigurationException(
-                "The closure hasn't been executed. HINT: did you call `optimizer_closure()` in your `optimizer_step`"
-                " hook? It could also happen because the `optimizer.step(optimizer_closure)` call did not execute it"
-                " internally."
-            )
+
+    def _outputs(self) -> dict[str, Any]:
         output, loss = self._output, self._loss
         self._batch = self._output = self._loss = None
         if loss is None or "on_train_batch_end" in self._hooks.nobody:

@@ -128,4 +128,4 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def _outside(message: str) -> FallbackReason:
-    return FallbackReason(code="optimizer-outside", message=f"the optimizer steps eagerly after the replay: {message}")
+    return FallbackReason(code="optimizer-outside", message=f"the optimizer steps outside the program: {message}")

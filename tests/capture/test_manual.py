@@ -1,0 +1,67 @@
+"""A step that optimizes by hand, with several optimizers, is captured as one program."""
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from examples.gan import GAN, ring
+
+from .runs import both, codes
+
+
+def points():
+    return DataLoader(TensorDataset(ring(12 * 16)), batch_size=16)
+
+
+def test_a_gan_trains_to_the_same_bits(tmp_path):
+    run = both(tmp_path, GAN, loader=points)
+    (program,) = run.report.programs
+    assert program.replays > 35
+    assert program.includes_optimizer
+    assert run.report.fallbacks == ()
+    assert run.trainer.global_step == 2 * 48
+
+
+def test_fused_optimizers_take_part(tmp_path):
+    class Net(GAN):
+        def configure_optimizers(self):
+            parts = (self.generator, self.discriminator)
+            return [torch.optim.Adam(part.parameters(), lr=1e-3, fused=True) for part in parts]
+
+    assert both(tmp_path, Net, loader=points).report.steps_replayed > 35
+
+
+def test_an_optimizer_that_cannot_be_recorded_keeps_the_step_eager(tmp_path):
+    class Net(GAN):
+        def configure_optimizers(self):
+            return [torch.optim.Adam(part.parameters(), lr=1e-3) for part in (self.generator, self.discriminator)]
+
+    run = both(tmp_path, Net, loader=points)
+    assert run.report.steps_replayed == 0
+    assert "optimizer-by-hand" in codes(run)
+
+
+def test_schedulers_that_the_module_steps_keep_the_step_eager(tmp_path):
+    class Net(GAN):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            self.lr_schedulers().step()
+
+        def configure_optimizers(self):
+            optimizers = super().configure_optimizers()
+            return optimizers, [torch.optim.lr_scheduler.StepLR(optimizers[0], 5, 0.5)]
+
+    run = both(tmp_path, Net, loader=points)
+    assert run.report.steps_replayed == 0
+    assert "scheduler-by-hand" in codes(run)
+
+
+def test_updates_that_happen_in_some_steps_only_are_noticed(tmp_path):
+    class Net(GAN):
+        def training_step(self, batch, batch_idx):
+            if batch_idx % 2:
+                return
+            super().training_step(batch, batch_idx)
+
+    run = both(tmp_path, Net, loader=points)
+    assert run.report.steps_replayed == 0
+    assert "batch-idx" in codes(run)
