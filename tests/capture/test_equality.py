@@ -3,7 +3,7 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -312,3 +312,27 @@ def test_capture_is_off_on_a_cpu_unless_asked_for(tmp_path):
     assert run.report.capture == "off"
     assert run.report.programs == ()
     assert isinstance(run.module, pl.LightningModule)
+
+
+def test_nothing_is_captured_twice_while_every_scalar_changes_every_step(tmp_path):
+    class Change(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            optimizer = trainer.optimizers[0]
+            for name in ("lr", "weight_decay"):
+                optimizer.param_groups[0][name] = 0.01 / (1 + trainer.global_step)
+            optimizer.max_norm = 1 + 0.1 * batch_idx
+            trainer.scalars.weight = 1 + 0.01 * batch_idx
+
+    class Net(Classifier):
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch) * self.trainer.scalars.weight
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return SimpleAdam(self.parameters(), lr=0.01, weight_decay=torch.tensor(0.1), max_norm=1.0)
+
+    run = both(tmp_path, Net, callbacks=lambda: [Change()], scalars={"weight": 1.0})
+    assert [program.captures for program in run.report.programs] == [1]
+    assert run.report.steps_replayed > 35
+    assert codes(run) == set()
