@@ -3,6 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,14 +47,24 @@ class Drain:
     `MAX_LAG` copies are under way the oldest is waited for, and counted.
 
     Args:
-        runtime: The device door.
+        open_runtime: Gives the device door; asked on first use, since some devices exist only in launched processes.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+    def __init__(self, open_runtime: Callable[[], Runtime]) -> None:
+        self._open_runtime = open_runtime
         self.waits = 0
         self._under_way: deque[Delivery] = deque()
         self._idle: defaultdict[int, list[Carrier]] = defaultdict(list)
+
+    @cached_property
+    def runtime(self) -> Runtime:
+        """The device door."""
+        return self._open_runtime()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave behind what belongs to this process's device: a launcher sends the Trainer to others."""
+        state = {name: value for name, value in self.__dict__.items() if name != "runtime"}
+        return {**state, "_under_way": deque(), "_idle": defaultdict(list)}
 
     def submit(self, values: Sequence[Tensor], deliver: Deliver) -> None:
         """Bring `values` (one element each) to the host and hand them to `deliver` as Python numbers."""

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.argparse import _defaults_from_env_vars
 
 from zdtrain.config import Capture, Nonfinite, TrainerOptions
 from zdtrain.consumers.steps import StepStream
-from zdtrain.device import runtime_for
+from zdtrain.device import Runtime, runtime_for
 from zdtrain.drain import Drain
 from zdtrain.loop.capturing import CanCapture
 from zdtrain.loop.connector import LoggerConnector
@@ -95,7 +95,7 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
             kwargs["logger"] = False  # nobody asked for another logger: the run folder is the one
         # undecorated: stock's own look into the environment would hand it our options
         LightningTrainer.__init__.__wrapped__(self, **kwargs)  # type: ignore[attr-defined]
-        self.drain = Drain(runtime_for(self.strategy.root_device))
+        self.drain = Drain(self._open_runtime)
         self._logger_connector = self._connector = LoggerConnector(self, self._logger_connector, self.drain)
         epoch_loop = EpochLoop(self, self.fit_loop.epoch_loop, lightning_quirks=lightning_quirks)
         self.fit_loop.epoch_loop = epoch_loop
@@ -112,6 +112,9 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
             attach_recorder(self, recorder)
             stream = StepStream(self.drain, [recorder])
             self._connector.rows = StepRows(epoch_loop.results, stream)
+
+    def _open_runtime(self) -> Runtime:
+        return runtime_for(self.strategy.root_device)
 
     @property
     def scalars(self) -> DeviceScalars:

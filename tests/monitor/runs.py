@@ -91,7 +91,7 @@ def make_trainer(*, lag: int | None = None, **options: Any) -> Trainer:
     """Make a Trainer; with `lag` its device answers only after so many questions."""
     trainer = Trainer(**{**QUIET, **options})
     if lag is not None:
-        trainer.drain = trainer._connector.drain = Drain(LaggingRuntime(lag=lag))
+        trainer.drain = trainer._connector.drain = Drain(lambda: LaggingRuntime(lag=lag))
     return trainer
 
 
