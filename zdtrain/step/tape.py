@@ -6,7 +6,10 @@ from typing import Any
 import torch
 import torch._inductor
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 Outputs = list[Any]
 Function = Callable[[], Outputs]
@@ -60,7 +63,9 @@ class LoweredTape(Tape):
     def _compile(self, *arguments: Tensor) -> Outputs:
         # Inductor itself, not torch.compile: there is no Python left to guard, and Dynamo's frame costs as much as a
         # third of a small program.
-        compiled: Any = torch._inductor.compile(self._graph, list(arguments), options=INDUCTOR_OPTIONS)
+        shapes = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # without one Inductor's cache is passed by
+        with tracing(TracingContext(shapes)):
+            compiled: Any = torch._inductor.compile(self._graph, list(arguments), options=INDUCTOR_OPTIONS)
         self._replay = compiled
         return self._replay(*arguments)
 
@@ -99,14 +104,15 @@ def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
     """Turn the tensors that `graph` reads from its attributes into trailing inputs; return them."""
     nodes = list(graph.graph.nodes)
     body = next(node for node in nodes if node.op not in ("placeholder", "get_attr"))
-    constants: dict[str, fx.Node] = {}
+    constants: dict[int, tuple[Tensor, fx.Node]] = {}  # by id: the tracer has several names for one tensor
     for node in nodes:
         if node.op != "get_attr":
             continue
-        if node.target not in constants:
+        tensor = getattr(graph, node.target)
+        if id(tensor) not in constants:
             with graph.graph.inserting_before(body):
-                constants[node.target] = graph.graph.placeholder(f"constant_{len(constants)}")
-        node.replace_all_uses_with(constants[node.target])
+                constants[id(tensor)] = (tensor, graph.graph.placeholder(f"constant_{len(constants)}"))
+        node.replace_all_uses_with(constants[id(tensor)][1])
         graph.graph.erase_node(node)
     graph.recompile()
-    return [getattr(graph, name) for name in constants]
+    return [tensor for tensor, _ in constants.values()]
