@@ -25,7 +25,6 @@ class StepRows:
         self._results = results
         self.stream = stream
         self._listener = listener
-        self._extras: tuple[str, ...] = ()
         self._known = 0
         self._banks: list[SlotBank] = []
         self._slots: list[MetricSlot] = []  # by column; only those logged on_step have a name that is shown
@@ -37,11 +36,7 @@ class StepRows:
     def push(self, step: int, epoch: int, batch_idx: int) -> None:
         """Send the step's values on their way; call it before the step is closed."""
         listener = self._listener
-        if (
-            len(self._results) != self._known
-            or sum(bank.size for bank in self._banks) != len(self._slots)
-            or (listener is not None and listener.extras != self._extras)
-        ):
+        if len(self._results) != self._known or sum(bank.size for bank in self._banks) != len(self._slots):
             self._lay_out()
         if not self._layout.names and listener is None:
             return
@@ -84,7 +79,6 @@ class StepRows:
         widths = [bank.size for bank in self._banks] + ([len(self._metrics)] if self._metrics else [])
         if self._listener is not None:
             widths += self._listener.widths()
-            self._extras = self._listener.extras
         position = {id(metric): index for index, metric in enumerate(results.values())}
         self._layout = RowLayout(
             names=tuple(results._forked_name(entry, on_step=True)[1] for entry in entries),

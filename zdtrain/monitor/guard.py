@@ -1,8 +1,8 @@
 """What a training step does for its monitors: judge the step's values, and hold its update back where one says so."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +73,11 @@ class StepGuard:
         actions = [verdict.action for verdict in self.verdicts]
         self._num_stop, self._num_hold = actions.count("stop"), actions.count("stop") + actions.count("skip")
         self.holds = self._num_hold > 0
-        self.acted = torch.zeros(len(self.verdicts), dtype=torch.bool, device=device)  # shape=(verdicts,)
-        self.stopped = torch.zeros((), dtype=torch.bool, device=device)  # shape=(), set for good
+        # the latch, then the verdicts of this step; side by side, so that one operation reduces them
+        latched = torch.zeros(1 + len(self.verdicts), dtype=torch.bool, device=device)
+        self.stopped = latched[0]  # shape=(), set for good
+        self.acted = latched[1:]  # shape=(verdicts,)
+        self._stop_flags, self._hold_flags = latched[: 1 + self._num_stop], latched[: 1 + self._num_hold]
         self.hold = torch.zeros((), dtype=torch.bool, device=device)  # shape=(), this step's update is held back
         self.flag = torch.zeros((), dtype=torch.float32, device=device)  # shape=(), the same for optimizers
         self._step = torch.full((), step, dtype=torch.int64, device=device)  # shape=(), number of the step
@@ -84,25 +87,25 @@ class StepGuard:
         self._never = torch.zeros((), dtype=torch.bool, device=device)
         self._module = module
         self._banks = banks
+        self._places: list[Place] = []
         self._module_state = Copies()
-        self._totals = Copies()
-        self._num_prepared = self._num_banks = 0
+        self._totals: list[tuple[Tensor, Tensor]] = []  # accumulators of the epoch, and copies from before the step
+        self._num_prepared = 0
         self._mask: Mask | None = None
         self._optimizer: Optimizer | None = None
 
-    @torch.no_grad()
     def prepare(self, optimizer: Optimizer) -> None:
         """Do the host's share before a step: get ready to hold back updates of `optimizer`, hand over its lr."""
         if optimizer is not self._optimizer:
             self.release()
             self._optimizer = optimizer
             self._mask = mask_for(optimizer, self.flag) if self.holds else None
-        if self.holds and (self._num_prepared < 2 or len(self._banks) != self._num_banks):
+        if self.holds and (self._num_prepared < 2 or len(self._banks) != len(self._totals)):
             # what a step makes for the first time has a copy before the next one, which may be captured
             self._num_prepared += 1
-            self._num_banks = len(self._banks)
-            self._module_state.save(module_state(self._module))
-            self._totals.save(_totals(self._banks))
+            self._places = list(changing_places(self._module))
+            self._module_state.save(_held(self._places))
+            self._know_totals()
         self.values.take_lr(optimizer)
 
     def release(self) -> None:
@@ -111,14 +114,14 @@ class StepGuard:
             self._mask.release()
         self._mask = self._optimizer = None
 
-    @torch.no_grad()
     def begin_window(self) -> None:
         """Keep what the forward passes of the window are going to change."""
         if self.holds:
-            self._module_state.save(module_state(self._module))
-            self._totals.save(_totals(self._banks))
+            if self._places:
+                self._module_state.save(_held(self._places))
+            for total, copy in self._totals:
+                copy.copy_(total)
 
-    @torch.no_grad()
     def observe(self, loss: Tensor | None) -> None:
         """Look at the values of a batch whose window goes on: what held for one batch holds for the step."""
         self.values.take_loss(loss)
@@ -127,13 +130,11 @@ class StepGuard:
             if monitor.metrics is None or any(metric in row for metric in monitor.metrics):
                 self._seen[id(monitor)].logical_or_(monitor.condition(row))
 
-    @torch.no_grad()
     def begin_update(self) -> None:
         """Keep what the update is going to change."""
         if self._mask is not None:
             self._mask.before()
 
-    @torch.no_grad()
     def judge(self, loss: Tensor | None, *, accumulates: bool) -> None:
         """Evaluate the conditions on the step's values; hold the update back, stop or clip."""
         self.values.take_loss(loss)
@@ -145,14 +146,12 @@ class StepGuard:
         row = self.values.row(ends_window=True)
         held = {id(monitor): self._condition(monitor, row, accumulates) for monitor in self.monitors}
         decided = [verdict.gate.decide(held[id(verdict.monitor)], self._step) for verdict in self.verdicts]
-        self.acted.copy_(torch.stack(decided))
-        if self._num_stop:
-            self.stopped.logical_or_(self.acted[: self._num_stop].any())
-        if self._num_hold > self._num_stop:
-            torch.logical_or(self.stopped, self.acted[self._num_stop : self._num_hold].any(), out=self.hold)
-        else:
-            self.hold.copy_(self.stopped)
-        self.flag.copy_(self.hold)
+        self.acted.copy_(torch.stack(decided) if len(decided) > 1 else decided[0])
+        if self.holds:
+            if self._num_stop:
+                self.stopped.copy_(self._stop_flags.any())
+            self.hold.copy_(self._hold_flags.any())
+            self.flag.copy_(self.hold)
         self._clip(decided, gradients)
         if self._counts_steps:
             self._step.add_(1)
@@ -178,40 +177,43 @@ class StepGuard:
                 factor = (limit / (total_norm(gradients) + 1e-6)).clamp(max=1.0)
                 torch._foreach_mul_(gradients, torch.where(acts, factor, 1.0))
 
-    @torch.no_grad()
     def after_update(self) -> None:
         """Take the update back where it is to be held back; average the weights."""
         if self._mask is not None:
             self._mask.after()
-        if self.holds:
-            self._module_state.put_back(module_state(self._module), self.hold)
+        self.values.keep_lr()
+        if self._places:
+            self._module_state.put_back(_held(self._places), self.hold)
         if self.average is not None:
             self.average.update(self.hold if self.holds else None)
 
-    @torch.no_grad()
     def end_step(self) -> None:
         """Take the step's values out of the epoch again, where its update was held back."""
         if not self.holds:
             return
-        for bank in self._banks[self._num_banks :]:  # made in this step
-            self._totals.save({id(bank): torch.full_like(bank._totals, IDENTITY[bank.reduction])})
-        self._totals.put_back(_totals(self._banks), self.hold)
+        self._know_totals()
+        for total, copy in self._totals:
+            torch.where(self.hold, copy, total, out=total)
 
-    @torch.no_grad()
+    def _know_totals(self) -> None:
+        for bank in self._banks[len(self._totals) :]:  # made in this window, so they were empty before it
+            self._totals.append((bank._totals, torch.full_like(bank._totals, IDENTITY[bank.reduction])))
+
     def put_back(self) -> None:
         """Return to the state of the last good step, in the middle of a window behind the latch.
 
         The copies of `begin_window` were made behind the latch as well, so they are that state.
         """
-        self._module_state.put_back(module_state(self._module), self.stopped)
-        self._totals.put_back(_totals(self._banks), self.stopped)
+        self._module_state.put_back(_held(self._places), self.stopped)
+        for total, copy in self._totals:
+            torch.where(self.stopped, copy, total, out=total)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all that a step writes to, by name."""
         found = {"acted": self.acted, "stopped": self.stopped, "hold": self.hold, "flag": self.flag}
         found.update(step=self._step, loss=self.values.loss, grad_norm=self.values.grad_norm)
         parts: list[tuple[str, dict[str, Any]]] = [("state", self._module_state.tensors())]
-        parts.append(("total", self._totals.tensors()))
+        parts.append(("total", {str(index): copy for index, (_, copy) in enumerate(self._totals)}))
         parts.append(("average", self.average.tensors() if self.average is not None else {}))
         parts.append(("mask", self._mask.tensors() if self._mask is not None else {}))
         parts += [(f"gate {index}", verdict.gate.tensors()) for index, verdict in enumerate(self.verdicts)]
@@ -222,31 +224,39 @@ class StepGuard:
         return {f"monitors' {name}": tensor for name, tensor in found.items()}
 
 
-def module_state(module: nn.Module) -> dict[Hashable, Tensor]:
-    """Return what a forward pass may change: buffers, and the states of torchmetrics metrics.
+class Place(NamedTuple):
+    """Where a module keeps a tensor that a forward pass may change."""
+
+    path: str
+    """Path of the module."""
+    name: str
+    """Name of the buffer or attribute."""
+    holder: Any
+    """The dictionary that holds it."""
+
+
+def changing_places(module: nn.Module) -> Iterator[Place]:
+    """Yield what a forward pass may change: buffers, and the states of torchmetrics metrics.
 
     Raises:
         ConfigError: A metric collects its values in a list, which can't be taken back on the device.
     """
-    found: dict[Hashable, Tensor] = {}
     for path, part in module.named_modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and not is_lazy(buffer):
-                found[path, name] = buffer
+                yield Place(path, name, part._buffers)
         for name in getattr(part, "_defaults", ()):  # a metric's states are attributes
-            value = getattr(part, name, None)
-            if isinstance(value, Tensor):
-                found[path, name] = value
-            elif isinstance(value, list):
+            if isinstance(getattr(part, name, None), list):
                 raise ConfigError(
                     f"trainer.monitors: {path or type(part).__name__} keeps {name!r} in a list, so a step can't be "
                     "held back on the device; give it a state of fixed size, e.g. thresholds=, or use then='warn'."
                 )
-    return found
+            yield Place(path, name, part.__dict__)
 
 
-def _totals(banks: Sequence[SlotBank]) -> dict[Hashable, Tensor]:
-    return {id(bank): bank._totals for bank in banks}
+def _held(places: Sequence[Place]) -> dict[Hashable, Tensor]:
+    found = ((place, place.holder.get(place.name)) for place in places)
+    return {(place.path, place.name): tensor for place, tensor in found if isinstance(tensor, Tensor)}
 
 
 def _verdicts(monitors: Sequence[Monitor], device: torch.device) -> list[Verdict]:

@@ -47,7 +47,8 @@ class RowListener:
         self._verdicts = list(verdicts)
         self._acted = acted
         self._values = values
-        self._scalars = scalars
+        self._extras = ("loss", "grad_norm", "lr", *scalars)  # what follows the verdicts in a row
+        self._scalar_cells = [scalar.reshape(1) for scalar in scalars.values()]
         self._drain = drain
         self._runtime: Runtime = drain.runtime
         self._rows_written = self._runtime.event()
@@ -59,27 +60,19 @@ class RowListener:
         self.seen: set[str] = set()  # metrics that some row held
         self._rows: dict[int, Sequence[Value]] = {}  # rows that informing monitors have not judged yet, by step
         on_host = self._runtime.device.type == "cpu" and self._runtime.is_immediate
-        self._acted_here = acted.numpy() if on_host else None
-
-    @property
-    def extras(self) -> tuple[str, ...]:
-        """Names of what a row holds behind the logged metrics and the verdicts."""
-        norm = ("grad_norm",) if self._values.has_norm else ()
-        return ("loss", *norm, "lr", *self._scalars)
+        self._acted_here = memoryview(acted.numpy()) if on_host else None
 
     def parts(self) -> list[Tensor]:
         """Return what belongs to a row behind the logged metrics."""
-        values = self._values
-        norm = [values.grad_norm] if values.has_norm else []
-        return [self._acted, *(v.reshape(1) for v in (values.loss, *norm, values.lr, *self._scalars.values()))]
+        return [self._acted, self._values.vector, *self._scalar_cells]
 
     def widths(self) -> list[int]:
         """Return the lengths of `parts`."""
-        return [len(self._verdicts), *(1 for _ in self.extras)]
+        return [len(self._verdicts), 3, *(1 for _ in self._scalar_cells)]
 
     def is_urgent(self) -> bool:
         """Return whether a monitor acted in this step, where looking costs nothing; elsewhere the row says it."""
-        return self._acted_here is not None and bool(self._acted_here.any())
+        return self._acted_here is not None and 1 in self._acted_here.tobytes()
 
     def take_skipped(self) -> list[int]:
         """Return the steps that were skipped since the last call."""
@@ -120,7 +113,7 @@ class RowListener:
         """
         for stamp in stamps:
             self.seen.update(name for name, new in zip(layout.metrics, stamp.fresh, strict=True) if new)
-        self.seen.update(self.extras)
+        self.seen.update(self._extras)
         if not self._watching:
             return
         self._rows_written.record("train")
@@ -150,8 +143,7 @@ class RowListener:
         names = self._names(layout)
         logged = [(layout.metrics[c], numbers[c]) for c in layout.order if stamp.fresh[c]]
         values = dict(logged)
-        for name in self.extras:
-            values.setdefault(name, numbers[names[name]] if name not in layout.metrics else math.nan)
+        values.update({n: numbers[names[n]] for n in self._extras if n in names and n not in layout.metrics})
         bad = next((name for name, value in values.items() if not math.isfinite(value)), None)
         return MonitorEvent(
             monitor=reason,
@@ -192,7 +184,9 @@ class RowListener:
 
     def _names(self, layout: RowLayout) -> dict[str, int]:
         first = len(layout.names) + len(self._verdicts)
-        names = {name: first + index for index, name in enumerate(self.extras)}
+        names = {name: first + index for index, name in enumerate(self._extras)}
+        if not self._values.has_norm:
+            del names["grad_norm"]
         names.update((name, column) for column, name in enumerate(layout.names))
         names.update((name, column) for column, name in enumerate(layout.metrics))
         return names

@@ -20,6 +20,8 @@ class Copies:
 
     def save(self, live: Mapping[Hashable, Tensor]) -> None:
         """Copy every tensor of `live`; what is new, or of another layout, gets a new copy."""
+        if not live:
+            return
         known: list[Tensor] = []
         sources: list[Tensor] = []
         for key, tensor in live.items():
@@ -189,12 +191,14 @@ class KeepAndPutBack:
                     found[id(parameter), name] = value
         return found
 
+    @torch.no_grad()
     def before(self) -> None:
         """Copy parameters and state."""
         self._copies.save(self._live())
         if not self._checked:
             self._numbers = self._group_numbers()
 
+    @torch.no_grad()
     def after(self) -> None:
         """Put parameters and state back."""
         self._fresh.after()

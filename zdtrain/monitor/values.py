@@ -27,10 +27,11 @@ class StepValues:
         self._scalars = scalars
         wide = torch.float32 if device.type == "mps" else torch.float64
         nan = float("nan")
-        self.loss = torch.full((), nan, dtype=wide, device=device)  # shape=(), what training_step returned
-        self.grad_norm = torch.full((), nan, dtype=torch.float32, device=device)  # shape=(), before clipping
+        self.vector = torch.full((3,), nan, dtype=wide, device=device)  # shape=(3,), the cells that follow
+        self.loss = self.vector[0]  # shape=(), what training_step returned
+        self.grad_norm = self.vector[1]  # shape=(), before clipping
+        self._lr = self.vector[2]  # shape=()
         self.has_loss = self.has_norm = False
-        self._lr = torch.full((), nan, dtype=wide, device=device)  # shape=()
         self._lr_tensor: Tensor | None = None  # the optimizer's own, where it is one
         self._lr_number: Any = None
 
@@ -38,6 +39,11 @@ class StepValues:
     def lr(self) -> Tensor:
         """Learning rate of the first parameter group, 0-D."""
         return self._lr if self._lr_tensor is None else self._lr_tensor
+
+    def keep_lr(self) -> None:
+        """Keep the learning rate of the update that was made, before a scheduler writes the next one."""
+        if self._lr_tensor is not None:
+            self._lr.copy_(self._lr_tensor)
 
     def take_lr(self, optimizer: Optimizer) -> None:
         """Bring a learning rate that is a Python number to the device; before the step, outside anything captured."""
@@ -52,7 +58,7 @@ class StepValues:
         """Keep the loss at a fixed address."""
         self.has_loss = loss is not None
         if loss is not None:
-            self.loss.copy_(loss.detach().reshape(()))
+            self.loss.copy_(loss if loss.dim() == 0 else loss.reshape(()))
 
     def take_norm(self, norm: Tensor) -> None:
         """Keep the gradient norm at a fixed address."""
