@@ -91,6 +91,15 @@ def test_programs_beyond_the_cap_are_let_go_and_stay_in_the_report(tmp_path):
     assert all(program.captures == 1 for program in report.programs)
 
 
+def test_more_kinds_of_steps_than_can_be_kept_are_named(tmp_path):
+    def loader():
+        return torch.utils.data.DataLoader([b for n in range(2, 40) for b in batches(1, n)], batch_size=None)
+
+    report = fit(tmp_path, Classifier, "graph", loader=loader, max_epochs=1).report
+    assert report.steps_replayed == 0
+    assert "many-keys" in {reason.code for reason in report.fallbacks}
+
+
 def test_a_released_session_holds_no_tensors():
     session = CaptureSession(capture="graph", verify=True, runtime=runtime_for(torch.device("cpu")), tell=print)
     session.entry("key", lambda: "a batch").captures = 1

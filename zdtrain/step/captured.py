@@ -1,7 +1,7 @@
 """The training step as a captured program: warm up on real batches, record, verify, replay."""
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ from zdtrain.step.tape import record
 from zdtrain.step.verify import Saved, first_mismatch, rng_mismatch
 
 Region = Callable[[], Any]
-MAX_FINGERPRINTS = 16
+MANY_CHANGES = 16
 
 
 class CapturedStep(EagerStep):
@@ -83,6 +83,8 @@ class CapturedStep(EagerStep):
     def run(self, batch: Any, batch_idx: int, accumulate: bool) -> dict[str, Any]:
         """Train on `batch`; see `EagerStep.run`."""
         self._entry = self._find_entry(batch, batch_idx, accumulate)
+        if self._entry is None:
+            self._session.steps_eager += 1
         try:
             return super().run(batch, batch_idx, accumulate)
         finally:
@@ -135,20 +137,19 @@ class CapturedStep(EagerStep):
         validations = self._trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready
         if validations != self._validations or self._look_every_step:
             self._validations = validations
-            self._fingerprint = self._number_of(fingerprint(self._module))
+            number = self._session.number_of(fingerprint(self._module))
+            if number != self._fingerprint and self._look_every_step:
+                self._name_changes()
+            self._fingerprint = number
         return self._fingerprint
 
-    def _number_of(self, value: Hashable) -> int:
-        known = self._session.fingerprints
-        number = known.setdefault(value, len(known))
-        if number != self._fingerprint and self._look_every_step:
-            values = python_state(self._module)
-            if number >= MAX_FINGERPRINTS:
-                changed = [place for place, now in values.items() if self._values.get(place, now) != now]
-                for path, name in changed:
+    def _name_changes(self) -> None:
+        """Name the attributes that change between steps, once it is clear that they go on doing so."""
+        before, self._values = self._values, python_state(self._module)
+        if self._session.n_fingerprints > MANY_CHANGES:
+            for (path, name), value in self._values.items():
+                if before.get((path, name), value) != value:
                     self._session.note(attribute_reason(self._module, path, name, when="between steps"))
-            self._values = values
-        return number
 
     # The region is the closure, or everything around it.
 
@@ -174,7 +175,9 @@ class CapturedStep(EagerStep):
         """Run the region: as it is, watched, recorded, compared with its program, or as a replay."""
         entry, session = self._entry, self._session
         first = self._connector._first_loop_iter is not False
-        if entry is None or entry.reason is not None:
+        if entry is None:
+            region()
+        elif entry.reason is not None:
             self._eagerly(region)
         elif entry.recording is None and (first or not entry.warm):
             entry.warm = True  # on an epoch's first batch Lightning declares and resets what is logged

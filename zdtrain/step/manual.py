@@ -49,10 +49,7 @@ class CapturedManualStep(CapturedStep):
         )
 
     def _run(self, accumulate: bool) -> None:  # noqa: ARG002 - accumulation, too, is the module's own affair
-        if self._entry is None:
-            self._eagerly(self._by_hand)
-        else:
-            self._through(self._by_hand, self._inside)
+        self._through(self._by_hand, self._inside)
 
     def _by_hand(self) -> None:
         with self._noted():

@@ -19,6 +19,8 @@ from zdtrain.step.report import CaptureReport, ProgramReport
 MAX_PROGRAMS = 8
 WATCHED_STEPS = 2
 MAX_MISFITS = 4
+MANY_KEYS = 4 * MAX_PROGRAMS
+MAX_FINGERPRINTS = 64
 
 
 @dataclass(kw_only=True)
@@ -99,7 +101,9 @@ class CaptureSession:
         self.steps_eager = 0
         self.steps_replayed = 0
         self.host_reads = 0
-        self.fingerprints: dict[Hashable, int] = {}
+        self.n_fingerprints = 0
+        self._fingerprints: dict[Hashable, int] = {}
+        self._n_entries = 0
         self._inside: dict[int, tuple[Optimizer, Inside | FallbackReason]] = {}  # by id of the optimizer
         self.fallbacks: dict[FallbackReason, None] = {}
         self._tell = tell
@@ -112,7 +116,23 @@ class CaptureSession:
         if entry is None:
             entry = Entry(name=name(), verification="not yet" if self.verify else "off")
             self._entries.add(key, entry)
+            self._n_entries += 1
+            if self._n_entries > MANY_KEYS and self.steps_replayed < self.steps_eager:
+                what = (
+                    f"there are over {MANY_KEYS} kinds of steps and {MAX_PROGRAMS} are kept: pad batches to few shapes"
+                )
+                self.note(FallbackReason(code="many-keys", message=what))
         return entry
+
+    def number_of(self, fingerprint: Hashable) -> int:
+        """Return a number that stands for `fingerprint`, and for no other one."""
+        number = self._fingerprints.get(fingerprint)
+        if number is None:
+            if len(self._fingerprints) == MAX_FINGERPRINTS:
+                self._fingerprints.clear()  # costs a capture if an old one comes back
+            self.n_fingerprints += 1
+            number = self._fingerprints[fingerprint] = self.n_fingerprints
+        return number
 
     def inside(self, optimizer: Optimizer) -> Inside | None:
         """Return how the optimizer's step is part of programs; None, with a reason noted, where it is not."""
