@@ -60,7 +60,7 @@ class RowListener:
         self.seen: set[str] = set()  # metrics that some row held
         self._rows: dict[int, Sequence[Value]] = {}  # rows that informing monitors have not judged yet, by step
         on_host = self._runtime.device.type == "cpu" and self._runtime.is_immediate
-        self._acted_here = memoryview(acted.numpy()) if on_host else None
+        self._acted_here = acted.numpy() if on_host else None
 
     def parts(self) -> list[Tensor]:
         """Return what belongs to a row behind the logged metrics."""
