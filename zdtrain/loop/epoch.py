@@ -100,6 +100,8 @@ class EpochLoop(_TrainingEpochLoop):
                 progress.increment_by(0, is_last_batch=True)
             else:
                 progress.increment_started()
+                if monitoring is not None:
+                    monitoring.keep_batch(batch, batch_idx)
                 outputs = plan.step.run(batch, batch_idx, self._should_accumulate())
         progress.increment_processed()
         if plan.step_schedulers:

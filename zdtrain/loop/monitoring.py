@@ -1,11 +1,13 @@
 """The monitors of one fit: what the step asks for them, what the host hears of them, and how a run ends by one."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
@@ -15,9 +17,11 @@ from zdtrain.loop.history import History
 from zdtrain.loop.rows import StepRows
 from zdtrain.monitor.average import WeightAverage
 from zdtrain.monitor.base import Monitor
+from zdtrain.monitor.conditions import NonFinite
 from zdtrain.monitor.events import MonitorEvent, MonitorWarning
 from zdtrain.monitor.guard import StepGuard
 from zdtrain.monitor.listener import RowListener
+from zdtrain.monitor.locate import locate_nonfinite
 from zdtrain.monitor.values import StepValues
 from zdtrain.step.results import MetricSlot, StepResults
 
@@ -93,6 +97,9 @@ class Monitoring:
         self._history = History(trainer) if self.guard.holds else None
         self._in_doubt = False  # a step has run whose row is not on its way yet
         self._settled: set[int] = set()  # skipped steps that were accounted for before their row arrived
+        # batches of the steps that the host has not heard of, where somebody wants to know what spoiled one
+        keeps = any(isinstance(monitor, NonFinite) and monitor.find_module for monitor in monitors)
+        self._batches: deque[tuple[int, Any, int]] | None = deque() if keeps else None
         self._minimum: tuple[Any, Any] | None = None
         self.has_stopped = False
         self.num_skipped = 0
@@ -107,6 +114,14 @@ class Monitoring:
         """Keep what the host counts, before the first batch of a step."""
         if self._history is not None:
             self._history.mark()
+
+    def keep_batch(self, batch: Any, batch_idx: int) -> None:
+        """Keep a batch until the host has heard of its step, where it may have to be looked at again."""
+        if self._batches is None or self.listener is None:
+            return
+        self._batches.append((self._loop._batches_that_stepped, batch, batch_idx))
+        while self._batches[0][0] <= self.listener.heard:
+            self._batches.popleft()
 
     def ran_step(self) -> bool:
         """Take note that a step ran; return whether it, or an earlier one, is known to have ended the run."""
@@ -154,6 +169,8 @@ class Monitoring:
         self._settled.clear()
         if listener.stop is not None:
             self._go_back(listener.stop.step)
+            if self._batches is not None:
+                self._look_for_the_cause(listener.stop)
         else:
             history.trim(listener.heard)
         return self.has_stopped
@@ -180,6 +197,29 @@ class Monitoring:
             self._minimum = fit_loop.min_epochs, self._loop.min_steps
             fit_loop.min_epochs = self._loop.min_steps = None  # behind the latch there is nothing left to train
             trainer.should_stop = True
+
+    def _look_for_the_cause(self, stop: MonitorEvent) -> None:
+        """Run the step that ended the run again, eagerly and with hooks, and say which module spoiled it."""
+        batches, self._batches = self._batches or deque(), None
+        monitor = self.listener.stop_monitor if self.listener is not None else None
+        if not isinstance(monitor, NonFinite) or not monitor.find_module:
+            return
+        module = self._trainer.lightning_module
+        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        said = "its batches are not known any more"
+        for batch, batch_idx in [(batch, index) for step, batch, index in batches if step == stop.step]:
+
+            def step(batch: Any = batch, batch_idx: int = batch_idx) -> Any:
+                with self._trainer.precision_plugin.train_step_context():
+                    output = module.training_step(batch, batch_idx) if takes_index else module.training_step(batch)
+                return output["loss"] if isinstance(output, Mapping) else output
+
+            said = locate_nonfinite(module, batch, step)
+            if "was finite when" not in said:
+                break
+        rank_zero_info(f"Step {stop.step}, run again: {said}.")
+        if self._record is not None:
+            self._record("monitor-cause", step=stop.step, message=said)
 
     def drops(self, step: int) -> bool:
         """Return whether what was logged at `step`, before the run ended, lies behind a stop."""

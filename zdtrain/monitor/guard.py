@@ -104,7 +104,7 @@ class StepGuard:
             # what a step makes for the first time has a copy before the next one, which may be captured
             self._num_prepared += 1
             self._places = list(changing_places(self._module))
-            self._module_state.save(_held(self._places))
+            self._module_state.save(held(self._places))
             self._know_totals()
         self.values.take_lr(optimizer)
 
@@ -118,7 +118,7 @@ class StepGuard:
         """Keep what the forward passes of the window are going to change."""
         if self.holds:
             if self._places:
-                self._module_state.save(_held(self._places))
+                self._module_state.save(held(self._places))
             for total, copy in self._totals:
                 copy.copy_(total)
 
@@ -183,7 +183,7 @@ class StepGuard:
             self._mask.after()
         self.values.keep_lr()
         if self._places:
-            self._module_state.put_back(_held(self._places), self.hold)
+            self._module_state.put_back(held(self._places), self.hold)
         if self.average is not None:
             self.average.update(self.hold if self.holds else None)
 
@@ -204,7 +204,7 @@ class StepGuard:
 
         The copies of `begin_window` were made behind the latch as well, so they are that state.
         """
-        self._module_state.put_back(_held(self._places), self.stopped)
+        self._module_state.put_back(held(self._places), self.stopped)
         for total, copy in self._totals:
             torch.where(self.stopped, copy, total, out=total)
 
@@ -254,7 +254,8 @@ def changing_places(module: nn.Module) -> Iterator[Place]:
             yield Place(path, name, part.__dict__)
 
 
-def _held(places: Sequence[Place]) -> dict[Hashable, Tensor]:
+def held(places: Sequence[Place]) -> dict[Hashable, Tensor]:
+    """Return the tensors that `places` hold now."""
     found = ((place, place.holder.get(place.name)) for place in places)
     return {(place.path, place.name): tensor for place, tensor in found if isinstance(tensor, Tensor)}
 
