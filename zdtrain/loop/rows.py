@@ -25,7 +25,7 @@ class StepRows:
         self._results = results
         self.stream = stream
         self._listener = listener
-        self._known = 0
+        self._known = -1
         self._banks: list[SlotBank] = []
         self._slots: list[MetricSlot] = []  # by column; only those logged on_step have a name that is shown
         self._metrics: list[_ResultMetric] = []  # torchmetrics objects, one column each

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zdtrain.errors import ConfigError
-from zdtrain.monitor.events import Action, Row, Then, nearest
+from zdtrain.monitor.events import Action, Number, Row, Then, nearest
 from zdtrain.monitor.gate import Timing
 
 
@@ -36,7 +36,7 @@ class Monitor(ABC):
         *,
         then: Then,
         timing: Timing,
-        clip_norm: float | None = None,
+        clip_norm: Number | None = None,
         option: str,
     ) -> None:
         if not callable(then) and then not in get_args(Action):

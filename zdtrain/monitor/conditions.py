@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zdtrain.errors import ConfigError
 from zdtrain.monitor.base import Monitor, check_whole, metric_names, plain, timing_of
-from zdtrain.monitor.events import Row, Then
+from zdtrain.monitor.events import Number, Row, Then
 
 INF = math.inf
 
@@ -46,13 +46,13 @@ class Threshold(Monitor):
         self,
         metric: str,
         *,
-        above: float | Tensor | None = None,
-        below: float | Tensor | None = None,
+        above: Number | None = None,
+        below: Number | None = None,
         then: Then = "warn",
         patience: int = 1,
         cooldown: int = 0,
         after_step: int = 0,
-        clip_norm: float | None = None,
+        clip_norm: Number | None = None,
     ) -> None:
         option = f"Threshold({metric!r})"
         if above is None and below is None:
@@ -196,7 +196,7 @@ class Plateau(Monitor):
         metric: str,
         *,
         patience: int = 100,
-        min_delta: float = 0.0,
+        min_delta: Number = 0.0,
         mode: Literal["min", "max"] = "min",
         then: Then = "warn",
         cooldown: int | None = None,
@@ -257,14 +257,14 @@ class Spike(Monitor):
         self,
         metric: str,
         *,
-        factor: float | Tensor = 6.0,
-        decay: float = 0.98,
+        factor: Number = 6.0,
+        decay: Number = 0.98,
         min_steps: int = 20,
         then: Then = "warn",
         patience: int = 1,
         cooldown: int = 0,
         after_step: int = 0,
-        clip_norm: float | None = None,
+        clip_norm: Number | None = None,
     ) -> None:
         option = f"Spike({metric!r})"
         timing = timing_of(option, patience, cooldown, after_step)

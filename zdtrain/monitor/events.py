@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -41,7 +41,9 @@ class MonitorEvent:
         return f"step {self.step}: {self.monitor} ({self.action}){bad}"
 
 
-Then = Action | Callable[[MonitorEvent], None]
+# `Any` lets a configuration file's wrong value through to the constructor, which says what is right
+Then = Action | Callable[[MonitorEvent], None] | Any
+Number = float | Tensor | Any
 
 
 class Row(dict[str, Tensor]):

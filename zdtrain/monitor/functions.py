@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zdtrain.errors import ConfigError
 from zdtrain.monitor.base import Monitor, timing_of
-from zdtrain.monitor.events import Row, Then
+from zdtrain.monitor.events import Number, Row, Then
 
 
 class When(Monitor):
@@ -42,7 +42,7 @@ class When(Monitor):
         patience: int = 1,
         cooldown: int = 0,
         after_step: int = 0,
-        clip_norm: float | None = None,
+        clip_norm: Number | None = None,
     ) -> None:
         option = str(name or getattr(condition, "__name__", type(condition).__name__))
         timing = timing_of(option, patience, cooldown, after_step)
