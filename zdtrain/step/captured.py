@@ -15,7 +15,7 @@ from zdtrain.step.carried import Carried
 from zdtrain.step.eager import EagerStep
 from zdtrain.step.graph import capture_graph
 from zdtrain.step.hooks import Hooks
-from zdtrain.step.key import fingerprint, flatten_batch, python_state, signature, unflatten_batch
+from zdtrain.step.key import describe, fingerprint, flatten_batch, python_state, signature, unflatten_batch
 from zdtrain.step.noted import NotedIndex, NotedLog
 from zdtrain.step.observe import Observation, attribute_reason, obstacles
 from zdtrain.step.obstacles import HOOKS_INSIDE, changes_between_steps, hooks_inside, module_obstacles
@@ -395,15 +395,3 @@ def failure(what: str, error: Exception) -> FallbackReason:
     """Return the reason for an error in capturing."""
     lines = str(error).strip().splitlines() or [""]
     return FallbackReason(code="untraceable", message=f"{what}: {type(error).__name__}: {lines[0][:200]}")
-
-
-def describe(leaves: list[Any], phase: tuple[Any, ...]) -> str:
-    """Return the key of a step in words."""
-    shapes = [
-        f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves if isinstance(leaf, Tensor)
-    ]
-    first, accumulates, divisor, *_ = phase
-    if divisor == 1 and first and not accumulates:
-        return ", ".join(shapes)
-    part = "only" if first and not accumulates else "first" if first else "middle" if accumulates else "last"
-    return f"{', '.join(shapes)}; {part} batch of {divisor}"

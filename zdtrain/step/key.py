@@ -118,3 +118,15 @@ def fingerprint(root: nn.Module) -> tuple[Hashable, ...]:
     trained = tuple([(id(p), p.requires_grad) for p in root.parameters()])
     modes = tuple([module.training for module in root.modules()])
     return (tuple(python_state(root).items()), trained, modes)
+
+
+def describe(leaves: list[Any], phase: tuple[Any, ...]) -> str:
+    """Return the key of a step in words."""
+    shapes = [
+        f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves if isinstance(leaf, Tensor)
+    ]
+    first, accumulates, divisor, *_ = phase
+    if divisor == 1 and first and not accumulates:
+        return ", ".join(shapes)
+    part = "only" if first and not accumulates else "first" if first else "middle" if accumulates else "last"
+    return f"{', '.join(shapes)}; {part} batch of {divisor}"
