@@ -23,8 +23,8 @@ class TrainerOptions:
     """Numbers that live on the device as 0-D tensors, by name, or a `DeviceScalars`."""
     capture: Capture = "auto"
     """Record the training step once and replay it: ``"off"``, ``"graph"`` (the very operations of the eager step),
-    ``"compile"`` (the same, lowered by Inductor), or ``"auto"``: ``"graph"`` on CUDA, ``"off"`` elsewhere. The
-    environment variable ZDTRAIN_CAPTURE, where it is set, wins."""
+    ``"compile"`` (the same, lowered by Inductor), or ``"auto"``, which is ``"off"`` until device graphs have run on
+    hardware. The environment variable ZDTRAIN_CAPTURE, where it is set, wins."""
     verify_capture: bool = True
     """Compare every recorded step with an eager one before it is trusted, and again once an epoch."""
     monitors: Any = None
@@ -57,17 +57,15 @@ class TrainerOptions:
         if self.ema_validation and decay is None:
             raise ConfigError("trainer.ema_validation=True does nothing without trainer.ema_decay, e.g. 0.999.")
 
-    def capture_on(self, device_type: str) -> Capture:
-        """Return how steps are captured on a device: ``"off"``, ``"graph"`` or ``"compile"``.
+    def capture_in_effect(self) -> Capture:
+        """Return how steps are captured: ``"off"``, ``"graph"`` or ``"compile"``.
 
         Raises:
             ConfigError: The environment variable has a value that is none of the option's.
         """
         choice: Any = os.environ.get(CAPTURE_VARIABLE) or self.capture
         _check_choice(CAPTURE_VARIABLE, choice, Capture)
-        if choice == "auto":
-            return "graph" if device_type == "cuda" else "off"
-        return choice  # type: ignore[no-any-return]
+        return "off" if choice == "auto" else choice
 
 
 def _check_choice(option: str, value: Any, choices: Any) -> None:

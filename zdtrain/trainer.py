@@ -38,8 +38,8 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
         scalars: Numbers that live on the device as 0-D tensors, by name: ``trainer.scalars.alpha`` reads one, assigning
             to it writes it in place. They are saved in checkpoints.
         capture: Record the training step once and replay it: ``"off"``, ``"graph"``, ``"compile"``, or ``"auto"``,
-            which is ``"graph"`` on CUDA and ``"off"`` elsewhere. What cannot be recorded runs eagerly and is named in
-            `capture_report`. The environment variable ZDTRAIN_CAPTURE wins.
+            which is ``"off"`` until device graphs have run on hardware. What cannot be recorded runs eagerly and is
+            named in `capture_report`. The environment variable ZDTRAIN_CAPTURE wins.
         verify_capture: Compare every recorded step with an eager one before it is trusted, and again once an epoch.
         monitors: Conditions on the values of a step that act in that very step: `zdtrain.monitors`, and functions from
             the row to a 0-D bool tensor.
