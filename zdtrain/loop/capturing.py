@@ -65,7 +65,7 @@ class CanCapture:
         if not self.training:  # type: ignore[attr-defined]
             yield
             return
-        capture = self.options.capture_in_effect()  # type: ignore[attr-defined]
+        capture = self.options.capture_in_effect()
         self._captures = None
         if capture != "off":
             runtime = self.drain.runtime
