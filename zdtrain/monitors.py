@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zdtrain.monitor.events import MonitorWarning as MonitorWarning
     from zdtrain.monitor.events import Row as Row
     from zdtrain.monitor.functions import When as When
+    from zdtrain.monitor.statistics import Statistics as Statistics
 
 _LAZY = {
     "Monitor": "base",
@@ -27,6 +28,7 @@ _LAZY = {
     "Plateau": "conditions",
     "Row": "events",
     "Spike": "conditions",
+    "Statistics": "statistics",
     "Threshold": "conditions",
     "When": "functions",
 }

@@ -64,20 +64,28 @@ class RunningStats(FixedBuffers):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=device))  # shape=()
 
     @torch.no_grad()
-    def update(self, value: Tensor) -> None:
+    def update(self, value: Tensor, *, where: Tensor | None = None) -> None:
         """Take in one value.
 
         Args:
             value: 0-D tensor (or of one element) on the same device, any real dtype. NaN is taken in like any value.
+            where: Take it in where this is set, 0-D bool.
         """
         x = zero_dim(value.detach()).to(self.mean.dtype)
-        self.count.add_(1)
-        delta = x - self.mean
-        self.mean.add_(delta / self.count)
+        if where is None:
+            self.count.add_(1)
+            delta = x - self.mean
+            low = high = average = x
+        else:
+            self.count.add_(where)
+            x = torch.where(where, x, self.mean)
+            delta = x - self.mean
+            low, high, average = (torch.where(where, x, old) for old in (self.min, self.max, self.ema_raw))
+        self.mean.add_(delta / self.count.clamp(min=1))
         self.m2.add_(delta * (x - self.mean))
-        self.min.copy_(torch.minimum(self.min, x))
-        self.max.copy_(torch.maximum(self.max, x))
-        self.ema_raw.lerp_(x, (1 - self.ema_decay).to(x.dtype))
+        self.min.copy_(torch.minimum(self.min, low))
+        self.max.copy_(torch.maximum(self.max, high))
+        self.ema_raw.lerp_(average, (1 - self.ema_decay).to(x.dtype))
 
     @property
     def var(self) -> Tensor:

@@ -22,6 +22,7 @@ from zdtrain.loop.run_scalars import ScalarsState, run_scalars
 from zdtrain.loop.stop import CanTakeBackStop, LatchedStop, StopRequests
 from zdtrain.loop.watching import CanMonitor
 from zdtrain.monitor.base import Monitor
+from zdtrain.monitor.statistics import Statistics
 from zdtrain.records.recorder import RunRecorder, attach_recorder, recorder_for
 from zdtrain.scalars import DeviceScalars
 from zdtrain.step.results import StepResults
@@ -67,7 +68,7 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
         scalars: dict[str, Any] | DeviceScalars | None = None,
         capture: Capture = "auto",
         verify_capture: bool = True,
-        monitors: Sequence[Monitor] | None = None,
+        monitors: Sequence[Monitor | Statistics] | None = None,
         max_lag_steps: int = 50,
         nonfinite: Nonfinite = "off",
         ema_decay: float | None = None,

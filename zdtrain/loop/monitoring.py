@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from zdtrain.consumers.steps import CHUNK_ROWS, StepConsumer, StepStream
-from zdtrain.drain import Drain
+from zdtrain.drain import Drain, Value
 from zdtrain.loop.history import History
 from zdtrain.loop.rows import StepRows
 from zdtrain.monitor.average import WeightAverage
@@ -22,10 +22,12 @@ from zdtrain.monitor.events import MonitorEvent, MonitorWarning
 from zdtrain.monitor.guard import StepGuard
 from zdtrain.monitor.listener import RowListener
 from zdtrain.monitor.locate import locate_nonfinite
+from zdtrain.monitor.statistics import Statistics
 from zdtrain.monitor.values import StepValues
 from zdtrain.step.results import MetricSlot, StepResults
 
 RecordEvent = Callable[..., None]
+RecordStatistics = Callable[[int, str, dict[str, Value]], None]
 
 
 class Monitoring:
@@ -34,6 +36,7 @@ class Monitoring:
     Args:
         trainer: The Trainer, with its module attached and optimizers made.
         monitors: The monitors.
+        statistics: What to keep of metrics on the device.
         average: Weights to average in every step, if any.
         scalars: The run's scalars, by name.
         drain: The way to the host.
@@ -47,6 +50,7 @@ class Monitoring:
         trainer: Trainer,
         monitors: Sequence[Monitor],
         *,
+        statistics: Sequence[Statistics] = (),
         average: WeightAverage | None,
         scalars: Mapping[str, Tensor],
         drain: Drain,
@@ -62,11 +66,15 @@ class Monitoring:
         results: StepResults = loop._results  # type: ignore[assignment]
         device = trainer.strategy.root_device
         anything = any(monitor.metrics is None for monitor in monitors)
-        wanted = None if anything else {name for monitor in monitors for name in monitor.metrics or ()}
+        wanted = {name for monitor in monitors for name in monitor.metrics or ()} | {s.metric for s in statistics}
         for monitor in monitors:
             monitor.to(device)
             monitor.reset()
-        self._logged = Logged(results, wanted)
+        for kept in statistics:
+            kept.to(device)
+            kept.reset()
+        self._statistics = list(statistics)
+        self._logged = Logged(results, None if anything else wanted)
         values = StepValues(device, self._logged.cells, scalars)
         step = loop._batches_that_stepped
         self.guard = StepGuard(
@@ -74,8 +82,9 @@ class Monitoring:
             values,
             trainer.lightning_module,
             results.banks,
+            statistics=statistics,
             average=average,
-            norm=anything or "grad_norm" in (wanted or ()),
+            norm=anything or "grad_norm" in wanted,
             step=step,
         )
         self.rows: StepRows | None = None
@@ -86,7 +95,7 @@ class Monitoring:
                 self.guard.verdicts,
                 self.guard.acted,
                 values,
-                {name: value for name, value in scalars.items() if anything or name in (wanted or ())},
+                {name: value for name, value in scalars.items() if anything or name in wanted},
                 drain,
                 self._tell,
                 step,
@@ -231,6 +240,20 @@ class Monitoring:
         self.guard.release()
         if self._minimum is not None:
             self._trainer.fit_loop.min_epochs, self._loop.min_steps = self._minimum
+
+    def end_epoch(self, epoch: int, record: RecordStatistics | None) -> None:
+        """Send the epoch's statistics on their way, and start those anew that belong to one epoch."""
+        for kept in self._statistics:
+            if record is not None:
+                numbers = kept.as_dict()
+                self._drain.submit(
+                    list(numbers.values()),
+                    lambda values, kept=kept, names=tuple(numbers): record(  # type: ignore[misc]
+                        epoch, kept.metric, dict(zip(names, values, strict=True))
+                    ),
+                )
+            if kept.per_epoch:
+                kept.reset()
 
     def report_unknown_metrics(self) -> None:
         """Warn of monitors whose metric did not appear so far."""

@@ -15,6 +15,7 @@ from zdtrain.monitor.average import WeightAverage
 from zdtrain.monitor.base import Monitor
 from zdtrain.monitor.conditions import NonFinite
 from zdtrain.monitor.functions import as_monitors
+from zdtrain.monitor.statistics import Statistics
 from zdtrain.records.recorder import RunRecorder
 from zdtrain.scalars import DeviceScalars
 
@@ -31,6 +32,8 @@ class CanMonitor:
     """The averaged weights of the last fit, with `ema_decay`: ``with trainer.ema.applied(): trainer.validate(...)``."""
     monitors: list[Monitor]
     """The monitors; their thresholds can be assigned to at any time."""
+    statistics: dict[str, Statistics]
+    """Running statistics on the device, by metric."""
     skipped_steps: int = 0
     """Steps of the last fit whose update a monitor held back, as far as the host has heard."""
     _scalars: DeviceScalars | None
@@ -38,12 +41,14 @@ class CanMonitor:
     _monitor_state: "MonitorState | None" = None
 
     def _take_monitors(self, options: TrainerOptions) -> None:
-        self.monitors = as_monitors(options.monitors)
+        given = as_monitors(options.monitors)
+        self.monitors = [item for item in given if isinstance(item, Monitor)]
+        self.statistics = {item.metric: item for item in given if isinstance(item, Statistics)}
         if options.nonfinite == "skip":
             self.monitors.append(NonFinite(then="skip", stop_after=NONFINITE_IN_ROW))
         elif options.nonfinite == "stop":
             self.monitors.append(NonFinite(then="stop"))
-        if self.monitors or options.ema_decay is not None:
+        if given or self.monitors or options.ema_decay is not None:
             self._monitor_state = MonitorState(validates=options.ema_validation)
             self.callbacks.insert(0, self._monitor_state)  # type: ignore[attr-defined]
 
@@ -63,6 +68,7 @@ class CanMonitor:
         self._monitoring = loop.monitoring = connector.monitoring = Monitoring(
             trainer,
             self.monitors,
+            statistics=list(self.statistics.values()),
             average=self.ema,
             scalars=scalars,
             drain=self.drain,
@@ -117,10 +123,15 @@ class MonitorState(Callback):
         self._trainer = trainer
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Report monitors whose metric the first epoch did not log."""
+        """Record the epoch's statistics; report monitors whose metric the first epoch did not log."""
+        watched: Any = trainer
+        recorder = watched.recorder
+        watched._monitoring.end_epoch(
+            trainer.current_epoch, None if recorder is None else recorder.record_epoch_statistics
+        )
         if not self._reported:
             self._reported = True
-            trainer._monitoring.report_unknown_metrics()  # type: ignore[attr-defined]
+            watched._monitoring.report_unknown_metrics()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Put the averaged weights in place, where a fit validates."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from zdtrain.errors import ConfigError
 from zdtrain.monitor.base import Monitor, timing_of
 from zdtrain.monitor.events import Number, Row, Then
+from zdtrain.monitor.statistics import Statistics
 
 
 class When(Monitor):
@@ -60,21 +61,21 @@ class When(Monitor):
         return holds.reshape(())
 
 
-def as_monitors(given: Any, option: str = "trainer.monitors") -> list[Monitor]:
-    """Return the monitors of an option: monitors as they are, plain functions as warnings.
+def as_monitors(given: Any, option: str = "trainer.monitors") -> list[Monitor | Statistics]:
+    """Return what an option asks for: monitors and statistics as they are, plain functions as warnings.
 
     Raises:
         ConfigError: There is something else in it.
     """
     if given is None:
         return []
-    if isinstance(given, Monitor) or callable(given):
+    if isinstance(given, Monitor | Statistics) or callable(given):
         given = [given]
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
         raise ConfigError(f"{option}={given!r}: use a list of monitors, e.g. [NonFinite('loss', then='skip')].")
-    found = []
+    found: list[Monitor | Statistics] = []
     for index, item in enumerate(given):
-        if isinstance(item, Monitor):
+        if isinstance(item, Monitor | Statistics):
             found.append(item)
         elif callable(item) and not isinstance(item, type):
             found.append(When(item))

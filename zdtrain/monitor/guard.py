@@ -16,6 +16,7 @@ from zdtrain.monitor.conditions import NonFinite
 from zdtrain.monitor.events import Row
 from zdtrain.monitor.gate import DeviceGate, Timing
 from zdtrain.monitor.masking import Copies, Mask, mask_for
+from zdtrain.monitor.statistics import Statistics
 from zdtrain.monitor.values import StepValues
 from zdtrain.optim.clipping import total_norm
 from zdtrain.slots import IDENTITY, SlotBank
@@ -49,6 +50,7 @@ class StepGuard:
         values: Where the values of the step lie.
         module: The LightningModule.
         banks: Where logged values are; the list may grow.
+        statistics: What to keep of the step's values.
         average: Weights to average, if any.
         norm: Measure the gradient norm.
         step: Number of the next step.
@@ -61,12 +63,14 @@ class StepGuard:
         module: nn.Module,
         banks: list[SlotBank],
         *,
+        statistics: Sequence[Statistics] = (),
         average: WeightAverage | None,
         norm: bool,
         step: int,
     ) -> None:
         self.monitors = list(monitors)
         self.values = values
+        self._statistics = list(statistics)
         self.average = average
         device = values.device
         self.verdicts = sorted(_verdicts(self.monitors, device), key=lambda verdict: _ORDER.index(verdict.action))
@@ -141,9 +145,15 @@ class StepGuard:
         gradients = self._gradients() if self._measures_norm or len(self.verdicts) > self._num_hold else []
         if self._measures_norm and gradients:
             self.values.take_norm(total_norm(gradients))
-        if not self.verdicts:
+        if not self.verdicts and not self._statistics:
             return
         row = self.values.row(ends_window=True)
+        if self.verdicts:
+            self._decide(row, gradients, accumulates)
+        for statistics in self._statistics:
+            statistics.update(row, self.hold if self.holds else None)
+
+    def _decide(self, row: Row, gradients: list[Tensor], accumulates: bool) -> None:
         held = {id(monitor): self._condition(monitor, row, accumulates) for monitor in self.monitors}
         decided = [verdict.gate.decide(held[id(verdict.monitor)], self._step) for verdict in self.verdicts]
         self.acted.copy_(torch.stack(decided) if len(decided) > 1 else decided[0])
@@ -218,6 +228,7 @@ class StepGuard:
         parts.append(("mask", self._mask.tensors() if self._mask is not None else {}))
         parts += [(f"gate {index}", verdict.gate.tensors()) for index, verdict in enumerate(self.verdicts)]
         parts += [(f"monitor {index}", monitor.tensors()) for index, monitor in enumerate(self.monitors)]
+        parts += [(f"statistics {index}", kept.tensors()) for index, kept in enumerate(self._statistics)]
         parts.append(("seen", {str(index): seen for index, seen in enumerate(self._seen.values())}))
         for where, tensors in parts:
             found.update((f"{where} {name}", tensor) for name, tensor in tensors.items())

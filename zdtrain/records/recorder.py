@@ -112,6 +112,11 @@ class RunRecorder(Logger):
         writer.add(record)
 
     @rank_zero_only
+    def record_epoch_statistics(self, epoch: int, metric: str, values: Mapping[str, Any]) -> None:
+        """Keep statistics of a metric over an epoch that were computed on the device, for `epochs.json`."""
+        self.experiment.epoch_statistics(epoch, metric, values)
+
+    @rank_zero_only
     def record_event(self, kind: str, **fields: Any) -> None:
         """Append an event (a capture, a fallback, a monitor's action, an exception) to `events.jsonl`."""
         self.experiment.event(kind, **fields)

@@ -1,6 +1,7 @@
 """From records to rows: values of one step that arrive in several pieces become one row, rows feed epoch statistics."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,6 +159,11 @@ class EpochTable:
 
     def __init__(self) -> None:
         self._epochs: dict[int, EpochStatistics] = {}
+        self._device: dict[int, dict[str, Any]] = {}  # what was computed on the device, by epoch and metric
+
+    def add_device_statistics(self, epoch: int, metric: str, values: Mapping[str, Any]) -> None:
+        """Keep statistics of an epoch that were computed on the device."""
+        self._device.setdefault(epoch, {})[metric] = dict(values)
 
     def update(self, row: Row) -> None:
         """Take in a finished row; rows outside any epoch are counted to epoch 0."""
@@ -175,4 +181,8 @@ class EpochTable:
 
     def as_list(self) -> list[dict[str, Any]]:
         """Return the epochs in order as JSON objects."""
-        return [self._epochs[epoch].as_dict() for epoch in sorted(self._epochs)]
+        epochs = [self._epochs[epoch].as_dict() for epoch in sorted(self._epochs)]
+        for entry in epochs:
+            for metric, values in self._device.get(entry["epoch"], {}).items():
+                entry["metrics"].setdefault(metric, {})["device"] = values
+        return epochs

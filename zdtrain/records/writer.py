@@ -4,7 +4,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +48,8 @@ class RunWriter:
         self._opened: set[str] = set()
         self._lock = FolderLock(folder)
         self._continues = (folder / METRICS).is_file()
+        if self._continues and (folder / EPOCHS).is_file():
+            self._keep_device_statistics(json.loads((folder / EPOCHS).read_text(encoding="utf-8")))
 
     def add(self, record: StepRecord) -> None:
         """Queue `record`; a full or old queue is converted and written."""
@@ -67,6 +69,10 @@ class RunWriter:
     def event(self, kind: str, **fields: Any) -> None:
         """Append one line to `events.jsonl`, at once."""
         self._append(EVENTS, [dump_line({"wall_time": round(time.time(), 6), "kind": kind, **fields})])
+
+    def epoch_statistics(self, epoch: int, metric: str, values: Mapping[str, Any]) -> None:
+        """Keep statistics of an epoch that were computed on the device; they are written with the next state."""
+        self._epochs.add_device_statistics(epoch, metric, values)
 
     def document(self, name: str, content: Any) -> None:
         """Replace the JSON document `name` of the folder."""
@@ -132,6 +138,13 @@ class RunWriter:
         self._num_steps += row.batch_idx is not None
         self._last_step = row.step
         self._last_values.update(row.values)
+
+    def _keep_device_statistics(self, epochs: list[dict[str, Any]]) -> None:
+        """Take over from an earlier run what its rows do not tell."""
+        for entry in epochs:
+            for metric, values in entry["metrics"].items():
+                if "device" in values:
+                    self.epoch_statistics(entry["epoch"], metric, values["device"])
 
     def _supersede_from(self, step: int) -> None:
         """Keep the rows of an earlier run below `step`, count them, and move the others out of the way."""
