@@ -9,7 +9,7 @@ from tests.check.zoo.case import Base, batch
 from zdtrain.check.api import Repeated, check_configured
 from zdtrain.check.findings import make_finding
 from zdtrain.check.hardware import disagreements, try_capture
-from zdtrain.check.source import NOWHERE, Location
+from zdtrain.source.location import NOWHERE, Location
 
 
 def test_lines_that_only_one_side_saw_are_reported() -> None:

@@ -6,14 +6,14 @@ from itertools import pairwise
 from typing import Any
 
 from zdtrain.check import state
-from zdtrain.check.definitions import method_location
 from zdtrain.check.findings import Finding, make_finding
 from zdtrain.check.observe import ObservedTrainer, Observer, Step
 from zdtrain.check.optimizers import is_never_capturable
 from zdtrain.check.recorder import is_served
 from zdtrain.check.report import CheckReport, StageReport, in_order, judge
-from zdtrain.check.source import Location
 from zdtrain.check.trace import Difference, Operation, compare
+from zdtrain.source.definitions import method_location
+from zdtrain.source.location import Location
 
 _OPTIMIZERS = ("torch.optim.", "zdtrain.optim.")
 _FIRST_STEP = 1

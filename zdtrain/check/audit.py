@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zdtrain.check.definitions import attribute_location, class_location
 from zdtrain.check.findings import Finding, make_finding
-from zdtrain.check.source import Location
 from zdtrain.check.state import is_library_class, user_attributes
 from zdtrain.check.tensor import alias_on_host, is_shadow
+from zdtrain.source.definitions import attribute_location, class_location
+from zdtrain.source.location import Location
 
 _MAX_NAMED = 3
 

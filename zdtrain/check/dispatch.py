@@ -12,9 +12,9 @@ from zdtrain.check import kernels
 from zdtrain.check.functions import FunctionMode
 from zdtrain.check.kernels import aten
 from zdtrain.check.recorder import Recorder
-from zdtrain.check.source import Location
 from zdtrain.check.tensor import HOST, ShadowTensor, is_shadow, to_shadow
 from zdtrain.check.trace import Context, Operation, flatten, record
+from zdtrain.source.location import Location
 
 
 class Born:

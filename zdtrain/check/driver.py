@@ -24,9 +24,9 @@ from zdtrain.check.observe import ObservedTrainer, Observer
 from zdtrain.check.report import CheckReport
 from zdtrain.check.shadow import ShadowDevice
 from zdtrain.check.shapes import ModulePath
-from zdtrain.check.source import frame_kind
 from zdtrain.errors import ConfigError
 from zdtrain.loop.run_scalars import run_scalars
+from zdtrain.source.location import frame_kind
 
 _SERVED_CALLBACKS = (Checkpoint, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar)
 """These read values that have already arrived under zdtrain's Trainer, or write files that a check must not write."""

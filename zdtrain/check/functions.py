@@ -10,9 +10,9 @@ from torch.utils._device import _device_constructors
 
 from zdtrain.check.kernels import READS_ON_CPU_ONLY
 from zdtrain.check.recorder import Recorder
-from zdtrain.check.source import Location
 from zdtrain.check.tensor import DEVICE, HOST, alias_on_host, is_shadow, move, target_of, to_plain, to_shadow
 from zdtrain.check.trace import flatten
+from zdtrain.source.location import Location
 
 Function = Callable[..., Any]
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zdtrain.check.driver import FIXED_OPTIONS
 from zdtrain.check.findings import Finding, make_finding
 from zdtrain.check.report import CheckReport
-from zdtrain.check.source import Location, locate
+from zdtrain.source.location import Location, locate
 
 Place = tuple[str, int]
 

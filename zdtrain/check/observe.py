@@ -15,14 +15,14 @@ from torch.utils import _pytree as pytree
 
 from zdtrain.check import state
 from zdtrain.check.audit import GradientWatch, audit_devices, audit_registration
-from zdtrain.check.definitions import line_matching, method_location
 from zdtrain.check.findings import Finding, make_finding
 from zdtrain.check.optimizers import group_options, learning_rates, make_capturable
 from zdtrain.check.recorder import IN_STEP, Recorder
 from zdtrain.check.shadow import ShadowDevice
-from zdtrain.check.source import Location, expression, frame_kind
 from zdtrain.check.trace import Operation
 from zdtrain.scalars import DeviceScalars
+from zdtrain.source.definitions import line_matching, method_location
+from zdtrain.source.location import Location, expression, frame_kind
 
 WRAPPED = frozenset({"training_step", "validation_step", "on_after_batch_transfer", "on_train_batch_end", "log"})
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zdtrain.check.findings import Finding, make_finding
-from zdtrain.check.source import Location, expression, frame_kind, locate
+from zdtrain.source.location import Location, expression, frame_kind, locate
 
 IN_STEP = frozenset(
     {

@@ -14,9 +14,9 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import Metric
 
-from zdtrain.check.definitions import attribute_location, class_location
 from zdtrain.check.dispatch import Born
-from zdtrain.check.source import Location, frame_kind
+from zdtrain.source.definitions import attribute_location, class_location
+from zdtrain.source.location import Location, frame_kind
 
 _DEPTH = 3
 """How far into containers and objects Python state is compared."""

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zdtrain.check.source import Location
 from zdtrain.check.tensor import alias_on_host, is_shadow
+from zdtrain.source.location import Location
 
 _SCALARS = (int, float, bool, str, complex)
 Scalar = int | float | bool | str | complex

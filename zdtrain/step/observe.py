@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zdtrain.check.definitions import attribute_location
 from zdtrain.errors import FallbackReason
+from zdtrain.source.definitions import attribute_location
 from zdtrain.step.carried import Place, held_tensors, metric_counts, replaced, updates_between
 from zdtrain.step.key import is_metric, python_state
 from zdtrain.step.randomness import DrawFinder, host_random_state

@@ -5,9 +5,9 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 
-from zdtrain.check.definitions import class_location, method_location
-from zdtrain.check.source import Location
 from zdtrain.errors import FallbackReason
+from zdtrain.source.definitions import class_location, method_location
+from zdtrain.source.location import Location
 from zdtrain.step.hooks import Hooks, callback_hook, overrides
 from zdtrain.step.log import can_replace_log
 from zdtrain.step.watch import reason_at

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from zdtrain.check.source import NOWHERE, Location, frame_kind
+from zdtrain.source.location import NOWHERE, Location, frame_kind
 
 
 def host_random_state() -> tuple[Any, ...]:

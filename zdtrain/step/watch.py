@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zdtrain.check.source import Location, locate
 from zdtrain.errors import FallbackReason
+from zdtrain.source.location import Location, locate
 
 # Operations whose result, or whose result's size, the host has to wait for.
 HOST_READS = {

@@ -6,7 +6,7 @@ import inspect
 import re
 import textwrap
 
-from zdtrain.check.source import NOWHERE, Location, frame_kind
+from zdtrain.source.location import NOWHERE, Location, frame_kind
 
 
 class _AttributeUses(ast.NodeVisitor):

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 FrameKind = Literal["check", "skip", "library", "third-party", "user"]
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_CHECK = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "check") + os.sep
 _STDLIB = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep
 _SITE_PACKAGES = f"{os.sep}site-packages{os.sep}"
 _LIBRARIES = (
@@ -80,7 +80,7 @@ def frame_kind(filename: str) -> FrameKind:
     if filename.startswith("<") and filename != "<stdin>":
         return "skip"
     path = os.path.abspath(filename)
-    if path.startswith(_HERE):
+    if path.startswith(_CHECK):
         return "check"
     if path.startswith(_library_folders()):
         return "library"
