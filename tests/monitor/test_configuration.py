@@ -81,6 +81,7 @@ def test_a_module_that_logs_nothing_can_be_watched():
     assert run(Silent(), loader(20, {7: "nan"}), nonfinite="stop").global_step == 7
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_step_without_a_loss_is_no_bad_step():
     class Sometimes(Net):
         def training_step(self, batch, batch_idx):

@@ -25,7 +25,7 @@ def test_every_number_of_an_epoch_equals_a_float64_reference(tmp_path, capture):
     _, values = record.series("train_loss_step")
     for epoch in range(2):
         known = values[epoch * 40 : (epoch + 1) * 40]
-        got = record.epoch_statistics[epoch]["metrics"]["train_loss"]["device"]
+        got = record.epoch_statistics[epoch]["device"]["train_loss"]
         average = 0.0
         for value in known:
             average = 0.9 * average + 0.1 * value
@@ -72,4 +72,4 @@ def test_a_resumed_run_keeps_the_numbers_of_earlier_epochs(tmp_path):
     second = run(Net("AdamW"), loader(10), max_epochs=2, ckpt_path=checkpoint, **options)
     epochs = load_run(second.recorder.folder).epoch_statistics
     assert second.recorder.folder == first.recorder.folder
-    assert [entry["metrics"]["train_loss"]["device"]["count"] for entry in epochs] == [10, 10]
+    assert [entry["device"]["train_loss"]["count"] for entry in epochs] == [10, 10]

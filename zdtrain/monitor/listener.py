@@ -112,7 +112,8 @@ class RowListener:
             stamps: What the host knows of the rows.
         """
         for stamp in stamps:
-            self.seen.update(name for name, new in zip(layout.metrics, stamp.fresh, strict=True) if new)
+            for names in (layout.metrics, layout.names):
+                self.seen.update(name for name, new in zip(names, stamp.fresh, strict=True) if new)
         self.seen.update(self._extras)
         if not self._watching:
             return

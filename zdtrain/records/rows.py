@@ -183,6 +183,6 @@ class EpochTable:
         """Return the epochs in order as JSON objects."""
         epochs = [self._epochs[epoch].as_dict() for epoch in sorted(self._epochs)]
         for entry in epochs:
-            for metric, values in self._device.get(entry["epoch"], {}).items():
-                entry["metrics"].setdefault(metric, {})["device"] = values
+            if entry["epoch"] in self._device:
+                entry["device"] = self._device[entry["epoch"]]
         return epochs

@@ -142,9 +142,8 @@ class RunWriter:
     def _keep_device_statistics(self, epochs: list[dict[str, Any]]) -> None:
         """Take over from an earlier run what its rows do not tell."""
         for entry in epochs:
-            for metric, values in entry["metrics"].items():
-                if "device" in values:
-                    self.epoch_statistics(entry["epoch"], metric, values["device"])
+            for metric, values in entry.get("device", {}).items():
+                self.epoch_statistics(entry["epoch"], metric, values)
 
     def _supersede_from(self, step: int) -> None:
         """Keep the rows of an earlier run below `step`, count them, and move the others out of the way."""
