@@ -51,9 +51,9 @@ def locate_nonfinite(module: nn.Module, batch: Any, step: Callable[[], Any]) -> 
 
 
 def _gradient(module: nn.Module, loss: Tensor) -> str:
-    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
-    bad = [name for (name, _), gradient in zip(named, gradients, strict=True) if not is_finite(gradient)]
+    named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    bad = [name for name, gradient in zip(named.keys(), gradients, strict=True) if not is_finite(gradient)]
     if bad:  # backward runs from the last module to the first
         return f"the loss is finite, the gradient of {bad[-1]} is not ({len(bad)} of {len(named)} parameters)"
     return "every value was finite when the step was run again"
