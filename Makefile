@@ -21,7 +21,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check
 	$(BIN)/zdtrain lint zdtrain examples
 
-types: $(VENV)/.dev
+types: $(VENV)/.dev $(VENV)/.test # the plugins and plots it checks import pytest and matplotlib
 	$(BIN)/mypy
 
 contracts: $(VENV)/.dev
