@@ -233,7 +233,7 @@ class Spike(Monitor):
         \sigma^2 \leftarrow \sigma^2 + a ((1 - a) d^2 - \sigma^2), \quad a = \max(1/n, 1 - \beta)
 
     A value enters the mean and the deviation after it was judged, limited to :math:`\mu + k \sigma`, so that one spike
-    does not hide the next and a lasting change becomes the new normal. Values that are not finite do not enter.
+    does not hide the next and a lasting change becomes the new normal. One that is not finite counts as the mean.
 
     Args:
         metric: Name of a logged metric or scalar, ``"loss"``, ``"grad_norm"`` or ``"lr"``.
@@ -293,11 +293,12 @@ class Spike(Monitor):
         value, mean, variance = row[self._metric], self.mean, self.variance
         limit = torch.addcmul(mean, self._factor, variance.sqrt())
         spike = (value > limit) & (self._count >= self._min_steps)
-        delta = torch.where(spike, limit, value) - mean
+        delta = (torch.where(spike, limit, value) - mean).nan_to_num_(0.0, 0.0, 0.0)
         weight = self._count.add_(1).reciprocal().clamp_(min=self._least_weight)
-        steps = weight * delta, weight * ((1 - weight) * delta * delta - variance)
-        mean.add_(steps[0].nan_to_num_(0.0, 0.0, 0.0))
-        variance.add_(steps[1].nan_to_num_(0.0, 0.0, 0.0))
+        shift = weight * delta
+        square = delta * shift
+        mean.add_(shift)
+        variance.add_(torch.addcmul(square, weight, square + variance, value=-1))
         return spike
 
     def describe(self) -> str:

@@ -175,12 +175,12 @@ class RowListener:
         if monitor.elementwise and whole:
             row = Row({name: rows[:, column] for name, column in names.items()})
             return monitor.condition(row) if wanted else torch.zeros(len(stamps), dtype=torch.bool, device=rows.device)
-        holds = []
-        for cells, stamp in zip(rows.unbind(), stamps, strict=True):
-            columns = cells.unbind()
-            row = Row({n: columns[c] for n, c in names.items() if c >= len(layout.names) or stamp.fresh[c]})
-            known = monitor.metrics is None or any(metric in row for metric in monitor.metrics)
-            holds.append(monitor.condition(row) if known else torch.zeros((), dtype=torch.bool, device=rows.device))
+        looks_at = names.items() if monitor.metrics is None else [(m, names[m]) for m in monitor.metrics if m in names]
+        columns = [(name, column, rows[:, column].unbind()) for name, column in looks_at]
+        never, holds = torch.zeros((), dtype=torch.bool, device=rows.device), []
+        for index, stamp in enumerate(stamps):
+            row = Row((n, cells[index]) for n, c, cells in columns if c >= len(layout.names) or stamp.fresh[c])
+            holds.append(monitor.condition(row) if row else never)
         return torch.stack(holds)
 
     def _names(self, layout: RowLayout) -> dict[str, int]:
