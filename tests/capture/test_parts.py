@@ -1,8 +1,12 @@
 """The parts of a captured step, each by itself."""
 
+import copy
 import json
+import logging
+import pickle
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +20,7 @@ from zdtrain.step.program import LeastRecentlyUsed
 from zdtrain.step.session import MAX_PROGRAMS, CaptureSession
 from zdtrain.step.tape import record
 from zdtrain.step.verify import Saved, first_mismatch
-from zdtrain.step.watch import Watch, difference
+from zdtrain.step.watch import HostAccess, Watch, difference
 
 from .runs import Classifier, batches, fit
 
@@ -108,7 +112,7 @@ def test_a_released_session_holds_no_tensors():
 
 
 def watched(step, *inputs):
-    with Watch(sys._getframe().f_code, inputs) as watch:
+    with Watch(sys._getframe().f_code, inputs) as watch, HostAccess(watch):
         step()
     return watch
 
@@ -150,12 +154,43 @@ def test_a_tensor_from_outside_that_is_another_one_each_time_is_named():
         lambda t: torch.equal(t, t),
         lambda t: t.unique(),
         lambda t: torch.masked_select(t, t > 0),
-        lambda t: t.index_put_((t > 0,), torch.zeros(())),
+        lambda t: t.index_put_((t > 0,), torch.zeros(3)),
+        lambda t: t.index_put_((t > 0,), torch.zeros(()), accumulate=True),
+        lambda t: t.expand(2, 3).clone().index_put_((torch.tensor([True, False]), torch.tensor(0)), torch.zeros(())),
+        lambda t: t.tolist(),
+        lambda t: t.numpy(),
+        lambda t: np.asarray(t),
+        lambda t: np.from_dlpack(t),
+        lambda t: str(t),
+        lambda t: f"{t}",
+        lambda t: f"{t.sum():.3f}",
+        lambda t: [str([t]), print(t, end="")],
+        lambda t: logging.getLogger(__name__).warning("%s", t),
+        lambda t: pickle.dumps(t),
+        lambda t: copy.deepcopy(t),
     ],
 )
 def test_operations_that_wait_for_a_value_are_host_reads(read):
     watch = watched(lambda: read(torch.ones(3)))
     assert {reason.code for reason in watch.reads} == {"host-read"}
+
+
+def test_filling_a_mask_with_a_number_is_no_host_read():
+    def step():
+        t = torch.ones(3).requires_grad_() * 2
+        t[t > 0] = 2.0
+        t.sum().backward()
+
+    assert watched(step).reads == []
+
+
+def test_a_number_that_fills_a_mask_and_changes_is_named():
+    def fill(number):
+        t = torch.ones(3)
+        t[t > 0] = number
+
+    assert difference(watched(lambda: fill(1.0)), watched(lambda: fill(1.0)), set()) is None
+    assert difference(watched(lambda: fill(1.0)), watched(lambda: fill(2.0)), set()).code == "python-number"
 
 
 def test_a_tape_replays_into_the_same_tensors_and_makes_literals_anew():

@@ -8,16 +8,19 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from zdtrain.errors import FallbackReason
 from zdtrain.step.carried import Carried
 from zdtrain.step.eager import EagerStep
+from zdtrain.step.fingerprints import Fingerprints
 from zdtrain.step.graph import capture_graph
 from zdtrain.step.hooks import Hooks
-from zdtrain.step.key import describe, fingerprint, flatten_batch, python_state, signature, unflatten_batch
+from zdtrain.step.host import HostLooks, change_reasons
+from zdtrain.step.key import describe, flatten_batch, signature, unflatten_batch
 from zdtrain.step.noted import NotedIndex, NotedLog
-from zdtrain.step.observe import Observation, attribute_reason, obstacles
+from zdtrain.step.observe import Observation, obstacles
 from zdtrain.step.obstacles import HOOKS_INSIDE, changes_between_steps, hooks_inside, module_obstacles
 from zdtrain.step.optimizers import Inside
 from zdtrain.step.program import Program
@@ -29,7 +32,6 @@ from zdtrain.step.tape import record
 from zdtrain.step.verify import Saved, first_mismatch, rng_mismatch
 
 Region = Callable[[], Any]
-MANY_CHANGES = 16
 
 
 class CapturedStep(EagerStep):
@@ -55,10 +57,9 @@ class CapturedStep(EagerStep):
         self._entry: Entry | None = None
         self._tensor_leaves: list[Tensor] = []
         self._obstacles = tuple(module_obstacles(self._module))
-        self._look_every_step = changes_between_steps(self._module, trainer.callbacks)  # type: ignore[attr-defined]
-        self._validations = -1
-        self._fingerprint = 0
-        self._values: dict[Any, Any] = {}
+        self._users_between = changes_between_steps(self._module, trainer.callbacks)  # type: ignore[attr-defined]
+        self._fingerprints = Fingerprints(trainer, self._module, session, every_step=self._users_between)
+        self._key: tuple[Any, ...] = ()
 
     def _use(self, optimizer: torch.optim.Optimizer) -> None:
         super()._use(optimizer)
@@ -92,7 +93,7 @@ class CapturedStep(EagerStep):
             self._tensor_leaves = []
             if not self._session.started:
                 self._session.started = True
-                self._validations = -1  # lazy modules came into being: look again
+                self._fingerprints.look_again()  # lazy modules came into being
 
     def _find_entry(self, batch: Any, batch_idx: int, accumulate: bool) -> Entry | None:
         """Return what is known of steps like this one; None where they run eagerly whatever they are."""
@@ -118,12 +119,12 @@ class CapturedStep(EagerStep):
         if self._trainer.num_training_batches == float("inf"):
             phase = (*phase, batch_idx % window)
         parameters = self._surroundings.parameters
-        key = (
+        key = self._key = (
+            self._fingerprints.current(),
             structure if isinstance(structure, type) else str(structure),
             tuple([id(optimizer) for optimizer in self._surroundings.optimizers]),
             layout,
             phase,
-            self._current_fingerprint(),
             tuple([p.grad is None for p in parameters]) if window > 1 or self._zeroes_its_own_way else None,
             None if accumulate else tuple([part.key() for part in self._inside]),
             self._trainer.gradient_clip_val,
@@ -132,24 +133,6 @@ class CapturedStep(EagerStep):
             torch.get_default_dtype(),
         )
         return self._session.entry(key, lambda: describe(leaves, phase))
-
-    def _current_fingerprint(self) -> int:
-        validations = self._trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready
-        if validations != self._validations or self._look_every_step:
-            self._validations = validations
-            number = self._session.number_of(fingerprint(self._module))
-            if number != self._fingerprint and self._look_every_step:
-                self._name_changes()
-            self._fingerprint = number
-        return self._fingerprint
-
-    def _name_changes(self) -> None:
-        """Name the attributes that change between steps, once it is clear that they go on doing so."""
-        before, self._values = self._values, python_state(self._module)
-        if self._session.n_fingerprints > MANY_CHANGES:
-            for (path, name), value in self._values.items():
-                if before.get((path, name), value) != value:
-                    self._session.note(attribute_reason(self._module, path, name, when="between steps"))
 
     # The region is the closure, or everything around it.
 
@@ -225,13 +208,16 @@ class CapturedStep(EagerStep):
             self._module,
             CapturedStep._through.__code__,
             [tensor for tensor in self._inputs(entry) if tensor is not None],
-            find_draw=earlier is not None and earlier.draws,
+            looks=self._looks(),
+            find_lines=earlier is not None and bool(earlier.changes),
         )
         counts = around.metric_counts()
+        # Of tensors of the batch that the step itself makes require a gradient, nobody looks at that gradient later.
+        leaves = [] if self._users_between else [leaf for leaf in self._tensor_leaves if not leaf.requires_grad]
         session.watch = seen.watch
         try:
             with self._recordable():
-                seen.run(lambda: self._eagerly(region), self._handed_over)
+                seen.run(lambda: self._eagerly(region), lambda: [*self._handed_over(), *(leaf.grad for leaf in leaves)])
         finally:
             session.watch = None
         session.host_reads += seen.watch.host_reads
@@ -252,8 +238,18 @@ class CapturedStep(EagerStep):
             entry.carried, entry.updates = Carried(self._module, seen.carried), seen.updates
             earlier.release()
             seen.release()
-        elif not seen.draws:
+        elif not seen.changes:  # otherwise the lines are to be found first
             session.refuse(entry, list(dict.fromkeys(seen.reasons)))
+        if not seen.attributes <= session.attributes:
+            session.attributes |= seen.attributes
+            self._fingerprints.look_again()
+            session.move(self._key, (self._fingerprints.current(), *self._key[1:]))
+
+    def _looks(self) -> HostLooks:
+        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
+        own = [value for part in self._module.modules() for value in vars(part).values()]
+        schedulers += [value for value in own if isinstance(value, LRScheduler)]
+        return HostLooks(self._surroundings.optimizers, schedulers)
 
     @contextmanager
     def _recordable(self) -> Iterator[None]:
@@ -373,6 +369,8 @@ class CapturedStep(EagerStep):
             start = time.perf_counter()
         got = Saved({**around.tensors(self._tensor_leaves), **recording.named(outputs)}, session.runtime)
         saved.restore()
+        looks = self._looks()
+        states = looks.states()
         before_region = time.perf_counter()
         self._eagerly(region)
         self._results.commit()
@@ -389,6 +387,7 @@ class CapturedStep(EagerStep):
         if mismatch is not None:
             what = f"the program and an eager step from the same state disagree: {mismatch}"
             session.refuse(entry, [FallbackReason(code="verification", message=what)])
+        session.refuse(entry, list(change_reasons(looks.changes(states), {})))
 
 
 def failure(what: str, error: Exception) -> FallbackReason:

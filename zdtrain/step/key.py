@@ -1,7 +1,7 @@
 """What a captured step depends on besides tensor values: inputs' layout, and Python numbers that it would bake in."""
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from zdtrain.step.reads import ALL
 
 # Written by Lightning around every hook, or caches of torchmetrics that are accounted for elsewhere.
 LIGHTNING_ATTRIBUTES = frozenset({"_current_fx_name", "_metric_attributes", "_trainer", "_fabric", "log"})
@@ -55,15 +57,19 @@ def _signature_of(value: Any) -> Hashable:
     raise TypeError(type(value).__name__)
 
 
-def python_state(root: nn.Module) -> dict[tuple[str, str], Hashable]:
+def python_state(root: nn.Module, only: Collection[tuple[str, str]] | None = None) -> dict[tuple[str, str], Hashable]:
     """Return the Python values that modules keep as attributes, by module path and attribute name.
 
     Tensors that are attributes are left out: a program holds or carries those.
+
+    Args:
+        root: The module.
+        only: Paths and names to look at, see `AttributeReads.names`; None for all.
     """
     return {
         (path, name): frozen(value)
         for path, module, name, value in attributes(root)
-        if not isinstance(value, Tensor | nn.Module)
+        if not isinstance(value, Tensor | nn.Module) and (only is None or (path, name) in only or (path, ALL) in only)
     }
 
 
@@ -113,11 +119,16 @@ def _frozen_items(items: Any, depth: int) -> Iterator[Hashable]:
         yield frozen(name, depth + 1), frozen(value, depth + 1)
 
 
-def fingerprint(root: nn.Module) -> tuple[Hashable, ...]:
-    """Return everything about `root` that a program holds by value: modes, Python attributes, what is trained."""
+def fingerprint(root: nn.Module, only: Collection[tuple[str, str]] | None = None) -> tuple[Hashable, ...]:
+    """Return everything about `root` that a program holds by value: modes, Python attributes, what is trained.
+
+    Args:
+        root: The module.
+        only: The attributes that steps read; None for all.
+    """
     trained = tuple([(id(p), p.requires_grad) for p in root.parameters()])
     modes = tuple([module.training for module in root.modules()])
-    return (tuple(python_state(root).items()), trained, modes)
+    return (tuple(python_state(root, only).items()), trained, modes)
 
 
 def describe(leaves: list[Any], phase: tuple[Any, ...]) -> str:

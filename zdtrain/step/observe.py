@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from zdtrain.errors import FallbackReason
 from zdtrain.source.definitions import attribute_location
+from zdtrain.source.location import Location
 from zdtrain.step.carried import Place, held_tensors, metric_counts, replaced, updates_between
+from zdtrain.step.host import ChangeFinder, HostLooks, change_reasons
 from zdtrain.step.key import is_metric, python_state
-from zdtrain.step.randomness import DrawFinder, host_random_state
-from zdtrain.step.watch import Watch, difference, reason_at, storage_of
+from zdtrain.step.reads import AttributeReads
+from zdtrain.step.watch import HostAccess, Watch, difference, reason_at, storage_of
 
 
 class Observation:
@@ -22,19 +24,29 @@ class Observation:
         module: The LightningModule.
         boundary: Code of the function that drives the step.
         inputs: Tensors that change with every step.
-        find_draw: Look for the line that draws from a host generator; slow.
+        looks: What a replay would not change.
+        find_lines: Look for the lines that change what a replay would not; slow.
     """
 
     def __init__(
-        self, module: nn.Module, boundary: CodeType, inputs: Iterable[Tensor], *, find_draw: bool = False
+        self,
+        module: nn.Module,
+        boundary: CodeType,
+        inputs: Iterable[Tensor],
+        *,
+        looks: HostLooks,
+        find_lines: bool = False,
     ) -> None:
         self.watch = Watch(boundary, inputs)
         self.carried: tuple[Place, ...] = ()
         self.updates: dict[str, int] = {}
         self.reasons: list[FallbackReason] = []
-        self.draws = False
+        self.attributes: set[tuple[str, str]] = set()
+        self.changes: set[str] = set()
+        self.places: dict[str, Location] = {}
         self._module = module
-        self._finder = DrawFinder() if find_draw else None
+        self._looks = looks
+        self._finder = ChangeFinder(looks) if find_lines else None
         self._held: dict[Place, Tensor] = {}
 
     def run(self, region: Callable[[], Any], outputs: Callable[[], Iterable[Any]]) -> None:
@@ -45,20 +57,23 @@ class Observation:
             outputs: Returns the tensors that the step hands over, once it has run.
         """
         module = self._module
-        values, counts, state = python_state(module), metric_counts(module), host_random_state()
+        values, counts = python_state(module), metric_counts(module)
+        states = self._looks.states()
         self._held = held_tensors(module)
-        with self._finder.looking() if self._finder else nullcontext(), self.watch:
+        reads = AttributeReads(module)
+        looking = self._finder.looking() if self._finder else nullcontext()
+        with reads.looking(), looking, HostAccess(self.watch), self.watch:
             region()
+        self.attributes = reads.names()
         held = held_tensors(module)
         self.carried = replaced(self._held, held)
         self.updates = updates_between(counts, metric_counts(module))
-        self.draws = host_random_state() != state
+        self.changes = self._looks.changes(states)
+        self.places = self._finder.places if self._finder else {}
         self.reasons += self.watch.reads
         self.reasons += _changed_attributes(module, values, python_state(module))
         known = {id(t) for t in (*held.values(), *outputs()) if t is not None}
         self.reasons += _escapes(self.watch, known)
-        if self._finder is not None and self.draws:
-            self.reasons.append(_draw(self._finder))
 
     def known_storages(self) -> set[int]:
         """Return the storages of tensors that may be others in every step, because a program is told of them."""
@@ -73,6 +88,7 @@ class Observation:
 def obstacles(before: Observation, after: Observation) -> Iterator[FallbackReason]:
     """Yield why steps like these two can't be replayed from a recording of one of them."""
     yield from dict.fromkeys([*before.reasons, *after.reasons])
+    yield from change_reasons(before.changes | after.changes, after.places)
     reason = difference(before.watch, after.watch, after.known_storages())
     if reason is not None:
         yield reason
@@ -108,8 +124,3 @@ def _escapes(watch: Watch, known: set[int]) -> Iterator[FallbackReason]:
         what = f"a tensor of shape {tuple(tensor.shape)} made here is kept by somebody after the step"
         yield reason_at(place, "kept-tensor", what)
         return
-
-
-def _draw(finder: DrawFinder) -> FallbackReason:
-    what = "the step draws from Python's or NumPy's random generator; draw from torch's"
-    return reason_at(finder.place, "host-randomness", what)

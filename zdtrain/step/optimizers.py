@@ -11,6 +11,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from zdtrain.errors import FallbackReason
 from zdtrain.optim import SimpleAdam
+from zdtrain.step.key import frozen
 
 NOT_BAKED = ("params", "lr", "initial_lr", "param_names")  # lr is handed over as a tensor
 
@@ -84,7 +85,9 @@ class InsideFused:
         try:
             yield
         finally:
-            for group, number in zip(groups, numbers, strict=True):
+            for group, rate, number in zip(groups, self._rates, numbers, strict=False):
+                if group["lr"] is not rate or float(rate) != number:  # the step set it
+                    number = float(group["lr"])
                 group["lr"] = number
 
     def refill(self) -> None:
@@ -117,6 +120,29 @@ def inside(optimizer: Optimizer, *, lowered: bool) -> Inside | FallbackReason:
             return _outside("SGD takes its learning rate as a Python number; SGD(fused=True) takes a tensor")
         return _outside(f"{name} counts its steps on the host; use {name}(fused=True) or zdtrain.optim.SimpleAdam")
     return _outside(f"{name} computes with Python numbers; zdtrain.optim.SimpleAdam does not")
+
+
+def options_of(optimizer: Optimizer) -> Hashable:
+    """Return the options of all groups, comparable.
+
+    Tensors count by identity and version, but for SimpleAdam's, whose changes are recorded like any others.
+    """
+    by_version = not isinstance(optimizer, SimpleAdam)
+    groups = []
+    for group in optimizer.param_groups:
+        options = [(name, _comparable(value, by_version)) for name, value in group.items() if name != "params"]
+        groups.append((len(group["params"]), *options))
+    return tuple(groups)
+
+
+def _comparable(value: Any, by_version: bool) -> Hashable:
+    return (id(value), value._version) if by_version and isinstance(value, Tensor) else frozen(value)
+
+
+def schedule_state(scheduler: Any) -> Hashable:
+    """Return how far a learning-rate scheduler is, and those that it chains, comparable."""
+    chained = getattr(scheduler, "_schedulers", ())
+    return (frozen(vars(scheduler)), *(schedule_state(one) for one in chained))
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

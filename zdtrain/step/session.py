@@ -101,6 +101,7 @@ class CaptureSession:
         self.steps_eager = 0
         self.steps_replayed = 0
         self.host_reads = 0
+        self.attributes: set[tuple[str, str]] = set()  # that watched steps read, by module path and name
         self.n_fingerprints = 0
         self._fingerprints: dict[Hashable, int] = {}
         self._n_entries = 0
@@ -123,6 +124,11 @@ class CaptureSession:
                 )
                 self.note(FallbackReason(code="many-keys", message=what))
         return entry
+
+    def move(self, old: Hashable, new: Hashable) -> None:
+        """Keep the steps of one key under another, because more is known of what belongs in it."""
+        entries = self._entries.entries
+        entries[new] = entries.pop(old)
 
     def number_of(self, fingerprint: Hashable) -> int:
         """Return a number that stands for `fingerprint`, and for no other one."""

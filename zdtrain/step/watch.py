@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zdtrain.errors import FallbackReason
@@ -20,6 +21,17 @@ HOST_READS = {
     *("unique", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
 }
 MASKABLE = {"index", "index_put", "index_put_", "_index_put_impl_"}
+# Calls that look at a tensor's memory past all operations.
+HOST_ACCESS: dict[Any, str] = {
+    Tensor.__repr__: "repr",
+    Tensor.tolist: "tolist",
+    Tensor.numpy: "numpy",
+    Tensor.__array__: "numpy",
+    Tensor.__dlpack__: "dlpack",
+    Tensor.untyped_storage: "storage",
+    Tensor._typed_storage: "storage",
+    Tensor.__deepcopy__: "deepcopy",
+}
 MAX_LITERAL = 4096  # elements of a tensor made from Python numbers that are compared one by one
 
 
@@ -79,17 +91,25 @@ class Watch(TorchDispatchMode):
         tensors: list[Tensor] = []
         values = tuple(_plain_values((args, kwargs or {}), tensors))
         if name == "lift_fresh":
-            values = _literal(tensors[0])
+            literal = _literal(tensors[0])
+            if literal is not None:
+                values, tensors = literal, []  # made by Python just now, handed to torch here
         operation = Operation(name=full_name, values=values, place=place)
         self.operations.append(operation)
-        if name in HOST_READS or full_name in HOST_READS or (name in MASKABLE and _has_mask(args)):
-            self.host_reads += 1
-            self.reads.append(_host_read(name, place))
-            tensors = []  # made by Python just now, handed to torch here
+        if name in HOST_READS or full_name in HOST_READS or (name in MASKABLE and _counts_mask(name, args)):
+            self._note_host_read(f"{name} with a mask" if name in MASKABLE else name, place)
         self._note_outside(tensors, operation)
         out = func(*args, **(kwargs or {}))
         self._note_made(out, tensors, place)
         return out
+
+    def note_host_access(self, name: str) -> None:
+        """Note that a tensor's values are looked at without an operation."""
+        self._note_host_read(name, locate(self._boundary)[0])
+
+    def _note_host_read(self, how: str, place: Location) -> None:
+        self.host_reads += 1
+        self.reads.append(reason_at(place, "host-read", f"the step waits for the value of a tensor ({how})"))
 
     def _note_outside(self, tensors: list[Tensor], operation: Operation) -> None:
         for tensor in tensors:
@@ -118,6 +138,26 @@ class Watch(TorchDispatchMode):
             tensor = reference()
             if tensor is not None and key not in known:
                 yield tensor, place
+
+
+class HostAccess(TorchFunctionMode):
+    """Tells a watch when the body prints a tensor or hands its memory to Python, NumPy or a file.
+
+    Args:
+        watch: Whom to tell.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = HOST_ACCESS.get(func)
+        if func is Tensor.__format__ and args[0].dim() > 0:
+            name = "format"
+        if name is not None:
+            self._watch.note_host_access(name)
+        return func(*args, **(kwargs or {}))
 
 
 def difference(before: Watch, after: Watch, known: set[int]) -> FallbackReason | None:
@@ -159,12 +199,8 @@ def reason_at(place: Location, code: str, message: str) -> FallbackReason:
 
 def storage_of(tensor: Tensor) -> int:
     """Return the address of a tensor's memory; 0 where it has none."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
-
-
-def _host_read(name: str, place: Location) -> FallbackReason:
-    how = f"{name} with a mask" if name in MASKABLE else name
-    return reason_at(place, "host-read", f"the step waits for the value of a tensor ({how})")
+    with torch._C.DisableTorchFunction():  # this is no access of the step's
+        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 def _plain_values(value: Any, tensors: list[Tensor]) -> Iterator[Hashable]:
@@ -186,14 +222,20 @@ def _plain_values(value: Any, tensors: list[Tensor]) -> Iterator[Hashable]:
         yield value
 
 
-def _literal(tensor: Tensor) -> tuple[Hashable, ...]:
-    """Return the numbers that a tensor was made of: ``torch.tensor(x)`` bakes them in."""
+def _literal(tensor: Tensor) -> tuple[Hashable, ...] | None:
+    """Return the numbers that a tensor was made of, which ``torch.tensor(x)`` bakes in; None if there are too many."""
     if tensor.numel() > MAX_LITERAL or tensor.device.type != "cpu":
-        return (tuple(tensor.shape),)
-    with torch.utils._python_dispatch._disable_current_modes():
+        return None
+    with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
         return tuple("nan" if x != x else x for x in tensor.flatten().tolist())
 
 
-def _has_mask(args: Any) -> bool:
-    indices = args[1] if len(args) > 1 else ()
-    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
+def _counts_mask(name: str, args: Any) -> bool:
+    """Return whether a mask among the indices has to be counted; filling it with a number needs no count."""
+    indices = [index for index in args[1] if isinstance(index, Tensor)] if len(args) > 1 else []
+    masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
+    if not masks or name == "index":
+        return bool(masks)
+    value, accumulate = args[2], len(args) > 3 and args[3]
+    fills = value.numel() == 1 and value.device.type == "cpu" and not accumulate
+    return not (fills and len(masks) == len(indices))

@@ -268,7 +268,7 @@ def _fault(make: Any, *expected: str, **options: Any) -> Case:
 
 CASES = [
     _fault(ReadsItem, "host-read"),
-    _fault(ReadsNumpy, "host-read", device_only=True),
+    _fault(ReadsNumpy, "host-read"),
     _fault(FormatsLoss, "implicit-host-read"),
     _fault(PrintsLoss, "implicit-host-read"),
     _fault(TestsTruth, "implicit-host-read"),
@@ -281,8 +281,8 @@ CASES = [
     _fault(SingularValues, "kernel-host-read", verdict=NOT, device_only=True),
     _fault(CopiesToHost, "copy-to-host", device_only=True),
     _fault(Synchronizes, "device-synchronize", device_only=True),
-    _fault(TensorFromList, "copy-to-device"),
-    _fault(MovesEachStep, "copy-to-device"),
+    _fault(TensorFromList, "copy-to-device", device_only=True),
+    _fault(MovesEachStep, "copy-to-device", device_only=True),
     _fault(PinnedCopyEachStep, "async-copy-to-device", device_only=True),
     _fault(CpuTensorInDeviceWork, "cpu-tensor", device_only=True),
     _fault(DeviceLess, "device-less-tensor", "copy-to-device", device_only=True),
