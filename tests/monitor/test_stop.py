@@ -99,6 +99,7 @@ def test_nothing_behind_a_stop_is_logged_and_the_record_says_why_the_run_ended(t
     (event,) = [event for event in record.events if event["kind"] == "monitor"]
     assert (event["action"], event["step"], event["monitor"]) == ("stop", 37, "train_loss > 100")
     assert event["values"]["train_loss"] > 1000
+    assert 15 <= record.summary["monitor_lag_steps"] <= 30
     assert record.summary["stopped_by"] == {"monitor": "train_loss > 100", "step": 37}
     text = (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
     steps = {line.split(",")[text[0].split(",").index("step")] for line in text[1:]}

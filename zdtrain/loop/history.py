@@ -106,7 +106,7 @@ class History:
     def forget(self, step: int) -> None:
         """Take the share of a skipped step out of what the host counts: logged means and the learning rate's progress.
 
-        The step itself stays counted.
+        The step itself stays counted. What was taken out is not taken out again.
         """
         index = self._index(step)
         mark, later = self._marks[index], list(self._marks)[index + 1 :]

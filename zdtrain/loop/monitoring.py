@@ -105,13 +105,13 @@ class Monitoring:
             self.rows = StepRows(results, stream, self.listener)
         self._history = History(trainer) if self.guard.holds else None
         self._in_doubt = False  # a step has run whose row is not on its way yet
-        self._settled: set[int] = set()  # skipped steps that were accounted for before their row arrived
         # batches of the steps that the host has not heard of, where somebody wants to know what spoiled one
         keeps = any(isinstance(monitor, NonFinite) and monitor.find_module for monitor in monitors)
         self._batches: deque[tuple[int, Any, int]] | None = deque() if keeps else None
         self._minimum: tuple[Any, Any] | None = None
         self.has_stopped = False
         self.num_skipped = 0
+        self.lag_steps = 0  # the most that the host was behind
 
     @property
     def stopped_by(self) -> dict[str, Any] | None:
@@ -150,10 +150,12 @@ class Monitoring:
             return
         if listener.is_urgent():
             self._flush()
-        oldest = self._loop._batches_that_stepped - self._max_lag_steps
+        step = self._loop._batches_that_stepped
+        oldest = step - self._max_lag_steps
+        self.lag_steps = max(self.lag_steps, min(step - listener.heard, self._max_lag_steps))
         while listener.heard < oldest and listener.stop is None:
-            if not self._drain.wait_for_oldest() and self.rows is not None:
-                self.rows.stream.send()
+            if not self._drain.wait_for_oldest():
+                self._flush()
 
     def _flush(self) -> None:
         if self.rows is not None:
@@ -173,9 +175,7 @@ class Monitoring:
             return False
         for step in listener.take_skipped():
             self.num_skipped += 1
-            if step not in self._settled:
-                history.forget(step)
-        self._settled.clear()
+            history.forget(step)
         if listener.stop is not None:
             self._go_back(listener.stop.step)
             if self._batches is not None:
@@ -191,9 +191,8 @@ class Monitoring:
         step = self._loop._batches_that_stepped
         if self._drain.runtime.read(self.guard.stopped):
             self._go_back(step)
-        elif step not in self._settled and self._drain.runtime.read(self.guard.hold):
-            self._settled.add(step)
-            self._history.forget(step)
+        elif self._drain.runtime.read(self.guard.hold):
+            self._history.forget(step)  # again when its row arrives, for what is counted until then
 
     def _go_back(self, step: int) -> None:
         """Return to the end of the last good step and let the run end."""

@@ -96,7 +96,11 @@ class CanMonitor:
         if self.ema is not None:
             self.ema.restore()
         if self.recorder is not None:
-            self.recorder.summarize(skipped_steps=monitoring.num_skipped, stopped_by=monitoring.stopped_by)
+            self.recorder.summarize(
+                skipped_steps=monitoring.num_skipped,
+                stopped_by=monitoring.stopped_by,
+                monitor_lag_steps=monitoring.lag_steps,
+            )
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint of the last good step; see `lightning.pytorch.Trainer.save_checkpoint`."""

@@ -154,8 +154,8 @@ class StepGuard:
             statistics.update(row, self.hold if self.holds else None)
 
     def _decide(self, row: Row, gradients: list[Tensor], accumulates: bool) -> None:
-        held = {id(monitor): self._condition(monitor, row, accumulates) for monitor in self.monitors}
-        decided = [verdict.gate.decide(held[id(verdict.monitor)], self._step) for verdict in self.verdicts]
+        holds = {id(monitor): self._condition(monitor, row, accumulates) for monitor in self.monitors}
+        decided = [verdict.gate.decide(holds[id(verdict.monitor)], self._step) for verdict in self.verdicts]
         self.acted.copy_(torch.stack(decided) if len(decided) > 1 else decided[0])
         if self.holds:
             if self._num_stop:
