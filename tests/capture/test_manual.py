@@ -55,6 +55,18 @@ def test_schedulers_that_the_module_steps_keep_the_step_eager(tmp_path):
     assert "scheduler-by-hand" in codes(run)
 
 
+def test_schedulers_that_a_hook_steps_do_not(tmp_path):
+    class Net(GAN):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.lr_schedulers().step()
+
+        def configure_optimizers(self):
+            optimizers = super().configure_optimizers()
+            return optimizers, [torch.optim.lr_scheduler.StepLR(optimizers[0], 5, 0.5)]
+
+    assert both(tmp_path, Net, loader=points).report.steps_replayed > 35
+
+
 def test_updates_that_happen_in_some_steps_only_are_noticed(tmp_path):
     class Net(GAN):
         def training_step(self, batch, batch_idx):

@@ -1,5 +1,6 @@
 """What a recording would get wrong trains right anyway, and is named with its line."""
 
+import logging
 import random
 from pathlib import Path
 
@@ -186,7 +187,90 @@ class LogsWithGraph(Deterministic):
         return loss
 
 
+class ReplacesLearningRate(Deterministic):
+    def training_step(self, batch, batch_idx):
+        self.decay()
+        return self.loss(batch)
+
+    def decay(self):
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] *= 0.99  # trap
+
+
+class ReplacesFusedLearningRate(ReplacesLearningRate):
+    def decay(self):
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] *= 0.99  # trap
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+
+class ReplacesWeightDecay(Deterministic):
+    def training_step(self, batch, batch_idx):
+        self.optimizers().param_groups[0]["weight_decay"] += 0.01  # trap
+        return self.loss(batch)
+
+
+class StepsScheduler(Deterministic):
+    def training_step(self, batch, batch_idx):
+        self.lr_schedulers().step()  # trap
+        return self.loss(batch)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "epoch", "frequency": 100}}
+
+
+class StepsItsOwnScheduler(Deterministic):
+    def training_step(self, batch, batch_idx):
+        self.schedule.step()  # trap
+        return self.loss(batch)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        steps = [torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5), torch.optim.lr_scheduler.StepLR(optimizer, 15)]
+        self.schedule = torch.optim.lr_scheduler.ChainedScheduler(steps)
+        return optimizer
+
+
+class PrintsLoss(Deterministic):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        print(loss, end="")  # trap
+        return loss
+
+
+class LogsText(Deterministic):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        logging.getLogger(__name__).warning("%s", loss)  # trap
+        return loss
+
+
+class WeighsByNumpy(Deterministic):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return loss * float(loss.detach().numpy())  # trap
+
+
+class WeighsByList(Deterministic):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return loss * loss.tolist()  # trap
+
+
 TRAPS = {
+    ReplacesLearningRate: "lr-replaced",
+    ReplacesFusedLearningRate: "lr-replaced",
+    ReplacesWeightDecay: "lr-replaced",
+    StepsScheduler: "scheduler-by-hand",
+    StepsItsOwnScheduler: "scheduler-by-hand",
+    PrintsLoss: "host-read",
+    LogsText: "host-read",
+    WeighsByNumpy: "host-read",
+    WeighsByList: "host-read",
     UsesBatchIdx: "batch-idx",
     Counts: "python-state",
     ReadsGlobalStep: "trainer-state",
@@ -337,6 +421,102 @@ def test_what_changes_between_steps_is_noticed_and_named(tmp_path):
     run = both(tmp_path, Net)
     assert run.report.steps_replayed == 0
     assert "python-state" in codes(run)
+
+
+def test_what_hooks_change_and_no_step_reads_costs_no_program(tmp_path):
+    class Net(Deterministic):
+        def __init__(self):
+            super().__init__()
+            self.seen, self.epochs = 0, []
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.seen += batch_idx
+
+        def on_train_epoch_end(self):
+            self.epochs.append(self.seen)
+
+    run = both(tmp_path, Net)
+    assert run.report.steps_replayed > 40
+    assert [program.captures for program in run.report.programs] == [1]
+
+
+class ReadsWhatHooksChange(Deterministic):
+    temperature, read = 1.0, "plain"
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.temperature = 1 + batch_idx // 4  # three values, four steps each
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) / self.value()
+
+    def value(self):
+        return self.temperature
+
+
+class ReadsThroughDict(ReadsWhatHooksChange):
+    def value(self):
+        return vars(self).get("temperature", 1.0)
+
+
+class ReadsThroughObject(ReadsWhatHooksChange):
+    def __init__(self):
+        super().__init__()
+        self.options = {"temperature": 1.0}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.options["temperature"] = 1 + batch_idx // 4
+
+    def value(self):
+        return self.options["temperature"]
+
+
+class ReadsAfterBranch(ReadsWhatHooksChange):
+    """One attribute decides whether another one is read."""
+
+    warm = False
+
+    def on_train_epoch_start(self):
+        self.warm = self.current_epoch > 1
+
+    def value(self):
+        return self.temperature if self.warm else 1.0
+
+
+@pytest.mark.parametrize(
+    "module",
+    [ReadsWhatHooksChange, ReadsThroughDict, ReadsThroughObject, ReadsAfterBranch],
+    ids=lambda cls: cls.__name__,
+)
+def test_what_hooks_change_and_the_step_reads_is_part_of_the_key(tmp_path, module):
+    run = both(tmp_path, module)
+    assert run.report.steps_replayed > 10
+    assert codes(run) == {"optimizer-outside"}
+
+
+def test_the_gradient_of_an_input_does_not_keep_a_step_from_being_captured(tmp_path):
+    class Net(Deterministic):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            loss = F.cross_entropy(self.net(x.requires_grad_()), y)
+            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+            return loss + gradient.square().sum(1).mean()
+
+    assert both(tmp_path, Net).report.steps_replayed > 40
+
+
+def test_an_option_set_once_in_a_while_is_found_by_the_next_epochs_comparison(tmp_path):
+    epoch = [0]
+
+    class Net(Deterministic):
+        def training_step(self, batch, batch_idx):
+            if epoch[0] == 2:
+                self.optimizers().param_groups[0]["lr"] = 0.01
+            return self.loss(batch)
+
+        def on_train_epoch_start(self):
+            epoch[0] = self.trainer.current_epoch
+
+    assert "lr-replaced" in codes(both(tmp_path, Net))
 
 
 def test_replacing_the_lr_between_steps_is_heeded_without_a_second_capture(tmp_path):

@@ -123,10 +123,16 @@ def _metric_findings(observer: Observer) -> Iterator[Finding]:
         yield _finding("metric-list-state", f"`{path}` ({type(metric).__name__}) keeps every batch in a list", place)
 
 
-def _optimizer_findings(trainer: ObservedTrainer, configure: Location) -> Iterator[Finding]:
-    for optimizer in trainer.optimizers:
-        if is_never_capturable(optimizer):
-            yield _finding("optimizer-not-capturable", f"{type(optimizer).__name__}", configure)
+def _optimizer_findings(observer: Observer, configure: Location) -> Iterator[Finding]:
+    for optimizer, reason in observer.outside:
+        if reason is None:
+            continue
+        if not observer.module.automatic_optimization:
+            yield _finding("optimizer-by-hand", reason.message, configure)
+        elif is_never_capturable(optimizer):
+            yield _finding("optimizer-not-capturable", type(optimizer).__name__, configure)
+        else:
+            yield _finding("optimizer-outside", reason.message, configure)
 
 
 def _by_stage(observer: Observer) -> dict[str, list[Step]]:
@@ -193,7 +199,7 @@ def analyse(
         findings += _trace_findings(stage, steps, configure, explained)
     findings += _logged_findings(observer, explained)
     findings += _metric_findings(observer)
-    findings += _optimizer_findings(trainer, configure)
+    findings += _optimizer_findings(observer, configure)
     findings += _kept_findings(observer, explained)
     if observer.gradients is not None and not extra:
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None

@@ -117,9 +117,10 @@ def check_step(
     Raises:
         ConfigError: an argument cannot be used.
 
-    Example:
-        >>> report = check_step(module, (torch.randn(32, 8), torch.randint(0, 4, (32,))))
-        >>> assert report.host_reads_per_step == 0, report
+    Example::
+
+        report = check_step(module, (torch.randn(32, 8), torch.randint(0, 4, (32,))))
+        assert report.host_reads_per_step == 0, report
     """
     if num_steps < 3:
         raise ConfigError(f"check_step: num_steps must be at least 3, got {num_steps}")

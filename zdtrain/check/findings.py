@@ -147,9 +147,10 @@ _ALL = (
     ),
     Code(
         name="logged-number",
-        title="self.log is given a Python number; each call copies it to the device",
-        remedy="log a tensor, or log the constant once as a hyperparameter",
-        severity="note",
+        title="self.log is given a Python number: each call copies it to the device, and a replay would repeat it",
+        remedy="log a tensor, log it in a hook around the step, or log the constant once as a hyperparameter",
+        severity="warning",
+        blocks=True,
     ),
     Code(
         name="host-random",
@@ -225,6 +226,24 @@ _ALL = (
         title="this optimizer computes on the host, so it steps eagerly after the captured part of the step",
         remedy="use zdtrain.optim.SimpleAdam or an optimizer with capturable=True or fused=True",
         severity="warning",
+    ),
+    Code(
+        name="optimizer-outside",
+        title="this optimizer steps eagerly, behind the captured part of the step",
+        remedy="use zdtrain.optim.SimpleAdam to have its step captured, too",
+        severity="note",
+    ),
+    Code(
+        name="optimizer-by-hand",
+        title="the step optimizes by hand with an optimizer whose step can't be captured, so nothing of it is",
+        remedy="use zdtrain.optim.SimpleAdam",
+        blocks=True,
+    ),
+    Code(
+        name="scheduler-by-hand",
+        title="the step moves a learning-rate scheduler on; a replay does not",
+        remedy="return it from configure_optimizers, or step it in a hook around the step",
+        blocks=True,
     ),
     Code(
         name="loss-shape",
@@ -334,7 +353,8 @@ class Finding:
     @property
     def blocks(self) -> bool:
         """Whether it stands in the way of a capture."""
-        return CODES[self.code].blocks and self.in_step and self.severity == "error"
+        kind = CODES[self.code]
+        return kind.blocks and self.in_step and SEVERITIES.index(self.severity) <= SEVERITIES.index(kind.severity)
 
     @property
     def reads(self) -> bool:

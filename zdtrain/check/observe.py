@@ -11,22 +11,26 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from zdtrain.check import state
 from zdtrain.check.audit import GradientWatch, audit_devices, audit_registration
 from zdtrain.check.findings import Finding, make_finding
-from zdtrain.check.optimizers import group_options, learning_rates, make_capturable
+from zdtrain.check.optimizers import group_options, learning_rates, make_capturable, schedule_states
 from zdtrain.check.recorder import IN_STEP, Recorder
 from zdtrain.check.shadow import ShadowDevice
 from zdtrain.check.trace import Operation
+from zdtrain.errors import FallbackReason
 from zdtrain.scalars import DeviceScalars
 from zdtrain.source.definitions import line_matching, method_location
 from zdtrain.source.location import Location, expression, frame_kind
+from zdtrain.step.optimizers import outside_reason
 
 WRAPPED = frozenset({"training_step", "validation_step", "on_after_batch_transfer", "on_train_batch_end", "log"})
 
-_CHANGES_A_GROUP = (r"""\[["']\w+["']\]\s*[-+*/]?=[^=]""", r"lr_schedulers|sched\w*\.step\(", r"param_groups")
+_CHANGES_A_GROUP = (r"""\[["']\w+["']\]\s*[-+*/]?=[^=]""", r"param_groups")
+_STEPS_A_SCHEDULER = (r"sched\w*(\(\))?\.step\(", r"lr_schedulers")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,6 +145,8 @@ class Observer(Callback):
         self.audits: list[Finding] = []
         self.logged: dict[tuple[str, str], list[tuple[Location, float]]] = {}
         """Python numbers given to `self.log`, by stage and name, after the first step."""
+        self.outside: list[tuple[Optimizer, FallbackReason | None]] = []
+        """Every optimizer, and why its step would be no part of a capture."""
         self.gradients: GradientWatch | None = None
         self._index = {"train": 0, "validation": 0}
         self._first_born = 0
@@ -183,9 +189,13 @@ class Observer(Callback):
                 index = _ObservedIndex(args[position])
                 index.recorder = self.recorder
                 args = (*args[:position], index, *args[position + 1 :])
-            options = group_options(self.module.trainer.optimizers)
+            trainer = self.module.trainer
+            options, schedules = group_options(trainer.optimizers), schedule_states(trainer, self.module)
             result = original(*args, **kwargs)
-            if group_options(self.module.trainer.optimizers) != options:
+            if schedule_states(trainer, self.module) != schedules:
+                place = line_matching(self.module, name, _STEPS_A_SCHEDULER)
+                self.recorder.add("scheduler-by-hand", place, f"{name} steps a learning-rate scheduler")
+            elif group_options(trainer.optimizers) != options:
                 place = line_matching(self.module, name, _CHANGES_A_GROUP)
                 self.recorder.add("lr-replaced", place, f"{name} changes an option of an optimizer's param_group")
             return after(result)
@@ -221,8 +231,10 @@ class Observer(Callback):
         @functools.wraps(original)
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             if isinstance(value, bool | int | float) and self.recorder.is_listening:
-                self.recorder.note("logged-number", f"`{name}` is a Python {type(value).__name__}")
-                if self.recorder.step > 0:
+                in_step = self.recorder.hook() in IN_STEP
+                severity = "warning" if in_step and self.recorder.stage == "train" else "note"
+                self.recorder.note("logged-number", f"`{name}` is a Python {type(value).__name__}", severity=severity)
+                if in_step and self.recorder.step > 0:
                     place = self.recorder.locate()
                     self.logged.setdefault((self.recorder.stage, name), []).append((place, float(value)))
             with self.recorder.muted():
@@ -259,6 +271,7 @@ class Observer(Callback):
         """Make the optimizers what they would be inside a capture."""
         for optimizer in trainer.optimizers:
             make_capturable(optimizer)
+            self.outside.append((optimizer, outside_reason(optimizer)))  # now, while it is on the device
         self.gradients = GradientWatch(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

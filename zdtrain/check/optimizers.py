@@ -1,7 +1,11 @@
-"""Brings optimizers into the form they have inside a capture."""
+"""Brings optimizers into the form they have inside a capture, and tells what a step changes about them."""
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim.lr_scheduler import LRScheduler
+
+from zdtrain.step.optimizers import schedule_state
 
 
 def make_capturable(optimizer: Optimizer) -> None:
@@ -35,3 +39,10 @@ def group_options(optimizers: list[Optimizer]) -> list[tuple[str, object]]:
         for name, value in group.items()
         if name != "params"
     ]
+
+
+def schedule_states(trainer: Trainer, module: LightningModule) -> list[object]:
+    """How far the learning-rate schedulers of a run are, those that only the module knows included, comparable."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    own = [value for part in module.modules() for value in vars(part).values()]
+    return [schedule_state(one) for one in [*schedulers, *(value for value in own if isinstance(value, LRScheduler))]]

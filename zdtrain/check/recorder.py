@@ -114,7 +114,7 @@ class Recorder:
         """The user's line that is running."""
         return locate(self.boundary, torch._C._current_autograd_node())[0]
 
-    def note(self, code: str, what: str, *, user_only: bool = False, is_explicit: bool = False) -> None:
+    def note(self, code: str, what: str, *, user_only: bool = False, is_explicit: bool = False, **fields: Any) -> None:
         """Take a note of `code` at the user's current line.
 
         Args:
@@ -122,6 +122,7 @@ class Recorder:
             what: the operation, e.g. ``"Tensor.item()"``.
             user_only: only if the user's own code does it, without a library call in between.
             is_explicit: the call that reads is there for all to see.
+            fields: as for `add`.
         """
         if not self.is_listening:
             return
@@ -133,7 +134,7 @@ class Recorder:
         text = expression(frame)
         if code == "host-read" and not (is_explicit and not location.library):
             code = _kind_of_read(text, location)
-        self.add(code, location, _message(what, text, location))
+        self.add(code, location, _message(what, text, location), **fields)
 
     def note_host_call(self, code: str, what: str) -> None:
         """Take a note of a call of a patched host function, when the user's own code makes it."""

@@ -35,10 +35,10 @@ class StageReport:
 class CheckReport:
     """Everything a check found.
 
-    Example:
-        >>> report = check_step(module, batch)
-        >>> report.verdict, report.host_reads_per_step
-        ('capturable', 0.0)
+    Example::
+
+        report = check_step(module, batch)
+        report.verdict, report.host_reads_per_step  # ('capturable', 0.0)
     """
 
     subject: str

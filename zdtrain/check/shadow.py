@@ -25,6 +25,7 @@ class ShadowDevice:
         boundary: code object of the function that drives the steps; frames around it are never blamed.
 
     Example:
+        >>> import torch
         >>> with ShadowDevice() as device:
         ...     x = torch.ones(3, device="cuda")
         ...     with device.recording():

@@ -30,9 +30,6 @@ class CapturedManualStep(CapturedStep):
         self._manual = trainer.fit_loop.epoch_loop.manual_optimization
         super().__init__(trainer, hooks, session)
         self._obstacles = (*self._obstacles, *self._outside)
-        if trainer.lr_scheduler_configs:
-            what = "the module steps its learning-rate schedulers itself, which a replay would not"
-            self._obstacles = (*self._obstacles, FallbackReason(code="scheduler-by-hand", message=what))
 
     def _use(self, optimizer: Optimizer) -> None:
         self._optimizer, self._zeroes_its_own_way = optimizer, True

@@ -122,6 +122,16 @@ def inside(optimizer: Optimizer, *, lowered: bool) -> Inside | FallbackReason:
     return _outside(f"{name} computes with Python numbers; zdtrain.optim.SimpleAdam does not")
 
 
+def outside_reason(optimizer: Optimizer) -> FallbackReason | None:
+    """Return why the optimizer's step is no part of a captured step; None where it is.
+
+    Args:
+        optimizer: The optimizer, with its parameters on the device that they are trained on.
+    """
+    found = inside(optimizer, lowered=False)
+    return found if isinstance(found, FallbackReason) else None
+
+
 def options_of(optimizer: Optimizer) -> Hashable:
     """Return the options of all groups, comparable.
 

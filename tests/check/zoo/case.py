@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from zdtrain.optim import SimpleAdam
+
 CLASSES = 4
 
 
@@ -85,4 +87,4 @@ class Base(LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return SimpleAdam(self.parameters(), lr=0.01)

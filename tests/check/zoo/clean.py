@@ -1,4 +1,4 @@
-"""Modules whose steps read nothing back and can be captured."""
+"""Modules whose steps read nothing back and can be captured; at most their optimizer steps behind it."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ import torch.nn.functional as F
 import torchmetrics
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from zdtrain.optim import SimpleAdam
 
 from .case import CLASSES, Base, Case, images, sequences, tokens
 
@@ -24,19 +26,19 @@ class DropoutAndNorms(Base):
 
 
 class AdamWithSchedule(Base):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> Any:  # fault
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 class FusedAdamW(Base):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> Any:  # fault
         return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
 
 
 class RMSPropMomentum(Base):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> Any:  # fault
         return torch.optim.RMSprop(self.parameters(), lr=0.01, momentum=0.9)
 
 
@@ -239,10 +241,7 @@ class ManualTwoOptimizers(Base):
         self.log("d_loss", loss)
 
     def configure_optimizers(self) -> Any:
-        return [
-            torch.optim.Adam(self.net.parameters(), lr=0.01),
-            torch.optim.Adam(self.discriminator.parameters(), lr=0.01),
-        ]
+        return [SimpleAdam(self.net.parameters(), lr=0.01), SimpleAdam(self.discriminator.parameters(), lr=0.01)]
 
 
 class HostWorkAroundTheStep(Base):
@@ -292,16 +291,22 @@ class FrozenBackbone(Base):
             features = self.backbone(x)
         return self.net(features)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> Any:  # fault
         return torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
 
+
+_OUTSIDE = frozenset({"optimizer-outside"})
 
 CASES = [
     Case(make=Classifier),
     Case(make=DropoutAndNorms),
-    Case(make=AdamWithSchedule, trainer_options={"gradient_clip_val": 1.0}),
-    Case(make=FusedAdamW),
-    Case(make=RMSPropMomentum, trainer_options={"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}),
+    Case(make=AdamWithSchedule, notes=_OUTSIDE, trainer_options={"gradient_clip_val": 1.0}),
+    Case(make=FusedAdamW, notes=_OUTSIDE),
+    Case(
+        make=RMSPropMomentum,
+        notes=_OUTSIDE,
+        trainer_options={"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+    ),
     Case(make=ConvNet, batch=images),
     Case(make=Attention, batch=tokens),
     Case(make=TransformerEncoder, batch=sequences),
@@ -319,5 +324,5 @@ CASES = [
     Case(make=HostWorkAroundTheStep),
     Case(make=LazyCache),
     Case(make=ScalarsOfTheRun, trainer_options={"scalars": {"weight": 0.5}}),
-    Case(make=FrozenBackbone),
+    Case(make=FrozenBackbone, notes=_OUTSIDE),
 ]

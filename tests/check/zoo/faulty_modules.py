@@ -104,7 +104,7 @@ class ForgottenByOptimizer(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(self.extra(x))
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> Any:  # fault
         return torch.optim.SGD(self.net.parameters(), lr=0.01)
 
 
@@ -146,7 +146,7 @@ CASES = [
     _fault(UnusedParameter, "unused-parameter"),
     _fault(DetachedBranch, "zero-gradient"),
     _fault(NanGradient, "nonfinite-gradient"),
-    _fault(ForgottenByOptimizer, "not-in-optimizer"),
+    _fault(ForgottenByOptimizer, "not-in-optimizer", notes=frozenset({"optimizer-outside"})),
     _fault(LogsInWrongHook, "log-outside-hook", verdict=FIXABLE),
     _fault(VectorLoss, "loss-shape", verdict=FIXABLE),
     _fault(OneElementLoss, "loss-shape"),

@@ -12,9 +12,13 @@ import torch.nn.functional as F
 import torchmetrics
 from torch import nn
 
+from zdtrain.optim import SimpleAdam
+
 from .case import CLASSES, Base, Case
+from .clean import ManualTwoOptimizers
 
 FIXABLE = "capturable with changes"
+OUTSIDE = frozenset({"optimizer-outside"})
 
 
 class UsesBatchIndex(Base):
@@ -46,11 +50,16 @@ class UsesEpoch(Base):
 
 
 class LogsConstant(Base):
-    """A note."""
-
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.log("rate", 0.1)  # fault
         return super().training_step(batch, batch_idx)
+
+
+class LogsNumberAroundTheStep(Base):
+    """Read anew each time: a note."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.log("index", float(batch_idx))  # fault
 
 
 class LogsChangingNumber(Base):
@@ -245,6 +254,35 @@ class ReplacesLearningRate(Base):
             group["lr"] = group["lr"] * 0.99  # fault
         return super().training_step(batch, batch_idx)
 
+    def configure_optimizers(self) -> Any:  # fault
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class FillsLearningRate(Base):
+    """SimpleAdam's rate is a tensor that is filled in place, which is captured like any operation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = group["lr"] * 0.99
+        return super().training_step(batch, batch_idx)
+
+
+class StepsScheduler(Base):
+    """The rate changes only every hundredth time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.schedule = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.schedule.step()  # fault
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = SimpleAdam(self.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+        return optimizer
+
 
 class ListMetric(Base):
     """An exact AUROC keeps every prediction."""
@@ -265,6 +303,18 @@ class UsesLBFGS(Base):
         return torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=2)
 
 
+class ManualWithHostAdam(ManualTwoOptimizers):
+    def configure_optimizers(self) -> Any:  # fault
+        return [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.net, self.discriminator)]
+
+
+class ManualWithFusedAdam(ManualTwoOptimizers):
+    """Captured on the CPU, where the fused kernel takes an exact learning rate."""
+
+    def configure_optimizers(self) -> Any:  # fault
+        return [torch.optim.Adam(part.parameters(), lr=0.01, fused=True) for part in (self.net, self.discriminator)]
+
+
 class AdagradWithDecay(Base):
     def configure_optimizers(self) -> Any:  # fault
         return torch.optim.Adagrad(self.parameters(), lr=0.01, lr_decay=0.1)
@@ -280,8 +330,9 @@ CASES = [
     _fault(UsesGlobalStep, "step-counter"),
     _fault(UsesTrainerGlobalStep, "step-counter"),
     Case(make=UsesEpoch, notes=frozenset({"epoch-counter"})),
-    Case(make=LogsConstant, notes=frozenset({"logged-number"})),
-    _fault(LogsChangingNumber, "baked-value", notes=frozenset({"logged-number"})),
+    _fault(LogsConstant, "logged-number"),
+    Case(make=LogsNumberAroundTheStep, notes=frozenset({"logged-number"})),
+    _fault(LogsChangingNumber, "baked-value", "logged-number"),
     _fault(BakesChangingNumber, "baked-value"),
     _fault(ChangesDropout, "baked-value"),
     _fault(BranchesInPython, "python-branch"),
@@ -298,8 +349,12 @@ CASES = [
     _fault(KeepsLosses, "kept-graph"),
     _fault(KeepsLastLoss, "kept-graph", verdict="capturable"),
     _fault(KeepsOutputs, "kept-tensor"),
-    _fault(ReplacesLearningRate, "lr-replaced"),
+    _fault(ReplacesLearningRate, "lr-replaced", notes=OUTSIDE),
+    Case(make=FillsLearningRate),
+    _fault(StepsScheduler, "scheduler-by-hand"),
+    _fault(ManualWithHostAdam, "optimizer-by-hand"),
+    _fault(ManualWithFusedAdam, "optimizer-by-hand", device_only=True),
     _fault(ListMetric, "metric-list-state"),
     _fault(UsesLBFGS, "optimizer-not-capturable", "library-host-read", verdict="capturable"),
-    _fault(AdagradWithDecay, "optimizer-not-capturable", verdict="capturable"),
+    _fault(AdagradWithDecay, "optimizer-not-capturable", verdict="capturable", notes=OUTSIDE),
 ]
