@@ -24,14 +24,13 @@ class ShadowDevice:
     Args:
         boundary: code object of the function that drives the steps; frames around it are never blamed.
 
-    Example:
-        >>> import torch
-        >>> with ShadowDevice() as device:
-        ...     x = torch.ones(3, device="cuda")
-        ...     with device.recording():
-        ...         y = x.sum().item()
-        >>> [finding.code for finding in device.findings()]
-        ['host-read']
+    Example::
+
+        with ShadowDevice() as device:
+            x = torch.ones(3, device="cuda")
+            with device.recording():
+                y = x.sum().item()
+        device.findings()  # one host-read, with this file and line
     """
 
     def __init__(self, *, boundary: CodeType | None = None) -> None:
