@@ -96,6 +96,19 @@ def test_numbers_on_the_command_line_are_numbers(here, flag, key, value):
     assert seen()[key] == value
 
 
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--trainer.capture=grap", "trainer.capture: expected one of 'auto', 'off', 'graph', 'compile', got 'grap'"),
+        ("--trainer.nonfinite=skp", "did you mean 'skip'?"),
+        ("--trainer.precision=bf16-mixd", "did you mean 'bf16-mixed'?"),
+    ],
+)
+def test_a_choice_that_does_not_exist_is_refused_with_the_choices_and_the_nearest(here, capsys, flag, message):
+    assert main(["fit", "base.yaml", flag]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_an_untyped_whole_number_stays_a_float(here):
     assert main(["fit", "base.yaml", "--model.extra={x: 1e3}", "--trainer.fast_dev_run=true"]) == 0
     assert type(seen()["extra"]["x"]) is float
