@@ -24,7 +24,7 @@ _UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (?P<name>\S+)")
 _UNKNOWN_ATTRIBUTE = re.compile(r"(?:module|package) '(?P<module>[\w.]+)' has no attribute '(?P<name>\w+)'")
 _WRONG_VALUE = re.compile(r'Parser key "(?P<key>[^"]+)":.*?Expected an? (?P<expected>[^\n]+)', re.S)
 _EXPECTED = re.compile(r"Expected an? (?:<class ')?([\w.\[\], ]+?)(?:'>)?(?:\. Got value: ([^\n]*))?(?=\n|$)")
-_CHOICE = re.compile(r"Expected a typing\.Literal\[(?P<choices>[^\]]+)\]\. Got value: (?P<value>[^\n]*)")
+_CHOICE = re.compile(r"Expected a typing\.Literal\[(?P<choices>[^\]]+)\](?:\. Got value: (?P<value>[^\n]*))?")
 _GIVEN = re.compile(r"Given value: (?P<value>.*)", re.S)
 _NO_FILE = re.compile(r"Parser key \"config\": File does not exist: '(?P<path>[^']+)'")
 _REQUIRED = re.compile(r"the following arguments are required: (?P<keys>.+)")
@@ -70,7 +70,9 @@ def _explain_value(message: str, found: re.Match[str]) -> str:
     if inner := _WRONG_VALUE.search(region, found.end("key") - found.start()):
         key, region = f"{key}.{inner['key']}", inner[0]
     if choices := _CHOICE.findall(message, found.start()):
-        names, value = ", ".join(dict.fromkeys(names for names, _ in choices)), choices[0][1]
+        names = ", ".join(dict.fromkeys(names for names, _ in choices))
+        given = _GIVEN.search(message)
+        value = choices[0][1] or (given["value"].strip() if given else "")
         hint = did_you_mean(value, re.findall(r"'([^']+)'", names))
         return f"{key}: expected one of {names}, got {value!r}{hint}"
     pairs = _EXPECTED.findall(region)
