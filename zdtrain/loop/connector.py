@@ -62,13 +62,15 @@ class LoggerConnector(_LoggerConnector):
 
     def end_step(self, results: StepResults) -> None:
         """Do what `on_batch_end` does, for results that are already at hand."""
-        ends_window = results.training and not self.trainer.fit_loop._should_accumulate()
-        if self.rows is not None and ends_window:
+        rows, monitoring = self.rows, self.monitoring
+        heard = results.training and (rows is not None or monitoring is not None)
+        ends_window = heard and not self.trainer.fit_loop._should_accumulate()
+        if rows is not None and ends_window:
             loop = self.trainer.fit_loop.epoch_loop
-            self.rows.push(loop._batches_that_stepped, self.trainer.current_epoch, loop.batch_idx)
+            rows.push(loop._batches_that_stepped, self.trainer.current_epoch, loop.batch_idx)
         results.end_step()
-        if self.monitoring is not None and ends_window:
-            self.monitoring.end_step()
+        if monitoring is not None and ends_window:
+            monitoring.end_step()
         self._unpublished = results
 
     def flush(self) -> None:

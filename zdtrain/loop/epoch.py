@@ -116,6 +116,15 @@ class EpochLoop(_TrainingEpochLoop):
         progress.increment_completed()
         self._log_step(connector)
 
+    def _should_accumulate(self) -> bool:
+        return self.trainer.accumulate_grad_batches != 1 and super()._should_accumulate()
+
+    @property
+    def done(self) -> bool:
+        """Whether the epoch ends here; stock decides, where there is anything to decide."""
+        undecided = self.restarting or self.max_steps != -1 or self.trainer.should_stop
+        return (undecided or self._num_ready_batches_reached()) and super().done
+
     def _resumes_validation(self, data_fetcher: _DataFetcher) -> bool:
         """Return whether a restart begins with a validation; otherwise do what stock does before it trains."""
         if not self._should_check_val_fx(data_fetcher):
