@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zdtrain.step.hooks import Hooks, overrides
 from zdtrain.step.log import StepLog, can_replace_log
@@ -109,7 +110,11 @@ class EagerStep:
         # evaluate more than once and schedulers that count its calls all see what they would see there.
         if self._guard is not None:
             self._guard.begin_update()
-        self._optimizer.step(closure=self._closure)  # type: ignore[arg-type]
+        step = unobserved_step(self._optimizer)
+        if step is None:
+            self._optimizer.step(closure=self._closure)  # type: ignore[arg-type]
+        else:
+            step(self._optimizer, closure=self._closure)
         if self._guard is not None:
             self._guard.after_update()
 
@@ -210,6 +215,24 @@ class EagerStep:
                 self._optimizer,
             )
         progress.increment_completed()
+
+
+# The code of the function that torch puts around every optimizer's `step`.
+_WRAPPER = Optimizer.profile_hook_step(len).__code__
+
+
+def unobserved_step(optimizer: Optimizer) -> Callable[..., Any] | None:
+    """Return the optimizer's `step` without torch's wrapper; None where the wrapper, or another, has something to do.
+
+    The wrapper runs step hooks and marks the step for a profiler, which costs as much as the update of a small model.
+    """
+    step = type(optimizer).step
+    if getattr(step, "__code__", None) is not _WRAPPER or "step" in optimizer.__dict__:
+        return None
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or torch._C._autograd._profiler_enabled():
+        return None
+    return step.__wrapped__  # type: ignore[attr-defined, no-any-return]
 
 
 def forward_context(precision: Precision) -> Callable[[], AbstractContextManager[None]] | None:
