@@ -11,6 +11,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -230,7 +231,7 @@ def unobserved_step(optimizer: Optimizer) -> Callable[..., Any] | None:
     if getattr(step, "__code__", None) is not _WRAPPER or "step" in optimizer.__dict__:
         return None
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or torch._C._autograd._profiler_enabled():
+    if hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or _profiler_enabled():
         return None
     return step.__wrapped__  # type: ignore[attr-defined, no-any-return]
 
