@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Lightning sets these in the process that trains; the fixture takes them back.
 LIGHTNING_VARIABLES = {
@@ -86,3 +87,20 @@ def _leaked_threads(before: set[threading.Thread], patience_seconds: float = 2.0
     for thread in leaked:
         thread.join(max(0.0, end - time.monotonic()))
     return [thread for thread in leaked if thread.is_alive()]
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operations by which the host learns a tensor's value."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def host_reads():
+    return HostReads()
