@@ -13,7 +13,8 @@ def optimizer(kind=torch.optim.Adam):
     return kind([nn.Parameter(torch.ones(2))], lr=0.1)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.LBFGS, SimpleAdam])
+# Not LBFGS: Dynamo, once it is used in a process, puts a wrapper of its own around that step, which is then kept.
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop, SimpleAdam])
 def test_a_step_that_nobody_observes_is_the_optimizers_own(kind):
     bare, wrapped = optimizer(kind), optimizer(kind)
     for one, step in ((bare, unobserved_step(bare)), (wrapped, type(wrapped).step)):
