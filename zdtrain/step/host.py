@@ -8,7 +8,9 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+from lightning.pytorch import Trainer
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from zdtrain.errors import FallbackReason
 from zdtrain.source.location import NOWHERE, Location, frame_kind
@@ -58,6 +60,14 @@ class HostLooks:
     def changes(self, before: Mapping[str, Any]) -> set[str]:
         """Return what is different from `before`."""
         return {code for code, state in self.states().items() if state != before[code]}
+
+
+def looks_of(trainer: Trainer, optimizers: Sequence[Optimizer]) -> HostLooks:
+    """Return looks at optimizers and at all schedulers that Lightning or an attribute of a module holds."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    own = [value for part in trainer.lightning_module.modules() for value in vars(part).values()]
+    schedulers += [value for value in own if isinstance(value, LRScheduler)]
+    return HostLooks(optimizers, schedulers)
 
 
 def change_reasons(codes: Collection[str], places: Mapping[str, Location]) -> Iterator[FallbackReason]:

@@ -131,13 +131,9 @@ def fingerprint(root: nn.Module, only: Collection[tuple[str, str]] | None = None
     return (tuple(python_state(root, only).items()), trained, modes)
 
 
-def describe(leaves: list[Any], phase: tuple[Any, ...]) -> str:
-    """Return the key of a step in words."""
+def describe(leaves: list[Any], phase: str) -> str:
+    """Return the key of a step in words: its tensors, and what else tells it apart."""
     shapes = [
         f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves if isinstance(leaf, Tensor)
     ]
-    first, accumulates, divisor, *_ = phase
-    if divisor == 1 and first and not accumulates:
-        return ", ".join(shapes)
-    part = "only" if first and not accumulates else "first" if first else "middle" if accumulates else "last"
-    return f"{', '.join(shapes)}; {part} batch of {divisor}"
+    return "; ".join([", ".join(shapes), *([phase] if phase else [])])

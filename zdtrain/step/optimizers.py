@@ -49,6 +49,10 @@ class InsideSimpleAdam:
     def refill(self) -> None:
         """Do nothing: writing ``group["lr"]`` fills the tensor."""
 
+    def count(self) -> None:
+        """Note that the optimizer stepped: schedulers ask."""
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+
 
 class InsideFused:
     """torch's fused Adam, AdamW and SGD: the kernel takes the learning rate as a tensor.
@@ -94,6 +98,10 @@ class InsideFused:
         """Bring the learning rates that schedulers wrote into the tensors."""
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
             rate.fill_(group["lr"])
+
+    def count(self) -> None:
+        """Note that the optimizer stepped: schedulers ask."""
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 Inside = InsideSimpleAdam | InsideFused

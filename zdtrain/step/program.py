@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -23,6 +24,22 @@ class Program(Protocol):
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Any]:
         """Run it on inputs of the captured layout; return its outputs."""
+
+
+class Part(Protocol):
+    """What a program covers and the host has a share in: an optimizer."""
+
+    def key(self) -> Hashable:
+        """Return what a program would hold by value."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Arrange it for watching and recording."""
+
+    def refill(self) -> None:
+        """Bring what the host changes into tensors, before a replay."""
+
+    def count(self) -> None:
+        """Do the host's share of a replay."""
 
 
 Value = TypeVar("Value")

@@ -1,74 +1,16 @@
 """A recorded step: the program, and the host's share of what the step did, to be done again at every replay."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from zdtrain.monitor.guard import StepGuard
-from zdtrain.step.carried import Carried, count_updates, held_tensors
+from zdtrain.step.carried import Carried, count_updates
 from zdtrain.step.log import note_metric
-from zdtrain.step.optimizers import Inside
-from zdtrain.step.program import Program
-from zdtrain.step.results import MetricSlot, StepResults
-
-
-@dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What a training step works on besides its batch; the same objects for a whole fit."""
-
-    module: LightningModule
-    """The module."""
-    optimizers: list[Optimizer]
-    """The optimizers: one, unless the module optimizes by hand."""
-    parameters: list[nn.Parameter]
-    """Everything that may have a gradient: the optimizers' parameters, then the rest of the module's."""
-    results: StepResults
-    """Where the step logs."""
-    connector: Any
-    """Lightning's logger connector: knows when logged values have to be reset."""
-    zero_grad: Any
-    """Lightning's progress counter of zeroed gradients."""
-    updates_by_hand: Any = None
-    """Lightning's progress counter of optimizer steps that the module makes itself."""
-    guard: StepGuard | None = None
-    """What the step does for monitors."""
-
-    def tensors(self, batch: Sequence[Tensor]) -> dict[str, Tensor | None]:
-        """Return all tensors that a step may write to, by name, in the order in which they are compared."""
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        found: dict[str, Any] = {f"gradient of {names.get(id(p), id(p))}": p.grad for p in self.parameters}
-        for place, tensor in held_tensors(self.module).items():
-            found[str(place)] = tensor
-        for index, bank in enumerate(self.results.banks):
-            found[f"logged values ({bank.reduction} {index})"] = bank._values
-            found[f"logged epoch values ({bank.reduction} {index})"] = bank._totals
-        for parameter in self.parameters:
-            found[f"parameter {names.get(id(parameter), id(parameter))}"] = parameter
-        for number, optimizer in enumerate(self.optimizers):
-            for owner, state in optimizer.state.items():
-                for name, value in state.items() if isinstance(state, dict) else ():
-                    found[f"optimizer {number}'s {name} of {names.get(id(owner), id(owner))}"] = value
-            for index, group in enumerate(optimizer.param_groups):
-                found.update({f"optimizer {number}'s group {index} {name!r}": v for name, v in group.items()})
-            found.update({f"optimizer {number}'s {name}": value for name, value in vars(optimizer).items()})
-        if self.guard is not None:
-            found.update(self.guard.tensors())
-        found.update({f"batch tensor {index}": value for index, value in enumerate(batch)})
-        return {name: value for name, value in found.items() if value is None or isinstance(value, Tensor)}
-
-    def slots(self) -> list[MetricSlot]:
-        """Return the logged values that are kept in banks."""
-        return [metric for metric in self.results.values() if isinstance(metric, MetricSlot)]
-
-    def metric_counts(self) -> list[tuple[Any, int]]:
-        """Return what is logged and is no slot, with its number of updates."""
-        return [(m, m._update_count) for m in self.results.values() if not isinstance(m, MetricSlot)]
-
+from zdtrain.step.program import Part, Program
+from zdtrain.step.results import MetricSlot
+from zdtrain.step.surroundings import Surroundings
 
 _TENSOR = object()  # stands for a tensor among the leaves of what a step returned
 
@@ -85,13 +27,12 @@ class Recorder:
         self.surroundings = surroundings
         self.carried = carried
         self._counts = surroundings.metric_counts()
-        self._zeroed = surroundings.zero_grad.total.completed
-        self._by_hand = self._count_by_hand()
-        self.updates_by_hand = 0
+        self._progress = [(counter, progress_of(counter)) for counter in surroundings.counters]
         self._weights = {id(slot): (slot.weight, slot._update_count) for slot in surroundings.slots()}
         self.slots: list[LoggedValue] = []
         self.metrics: list[Any] = []
-        self.zeroes = False
+        self.moves: list[tuple[dict[str, int], str, int]] = []
+        self.n_dropped = 0
         self.n_returned = 0
         self.leaves: list[Any] = []
         self.structure: Any = None
@@ -104,8 +45,9 @@ class Recorder:
             output: What training_step returned besides.
         """
         around = self.surroundings
-        self.zeroes = around.zero_grad.total.completed != self._zeroed
-        self.updates_by_hand = self._count_by_hand() - self._by_hand
+        moved = [counter for counter, before in self._progress if progress_of(counter) != before]
+        self.moves = [move for counter, before in self._progress for move in moves_of(counter, before)]
+        self.n_dropped = around.n_dropped(moved)
         self.metrics = [metric for metric, count in self._counts if metric._update_count != count]
         around.results.commit()
         self.slots = [*self._logged()]
@@ -116,10 +58,6 @@ class Recorder:
         replaced = self.carried.tensors()[: len(self.carried.replaced)]
         carried = [tensor.detach() for tensor in replaced if tensor is not None]
         return [loss, *returned, *(p.grad for p in around.parameters), *carried]
-
-    def _count_by_hand(self) -> int:
-        counter = self.surroundings.updates_by_hand
-        return 0 if counter is None else counter.total.completed
 
     def _logged(self) -> Iterator["LoggedValue"]:
         for slot in self.surroundings.slots():
@@ -156,7 +94,7 @@ class Recording:
         program: The recorded operations.
         taken: What the host did meanwhile.
         updates: Updates of torchmetrics metrics in one step, by module path.
-        covers: How optimizers are part of the program; empty where they step behind it.
+        covers: What needs arranging for a replay: the optimizers that are part of the program.
         inputs: What it was recorded with.
         n_leaves: How many of the inputs are the batch's, whose layout is part of the key.
     """
@@ -167,7 +105,7 @@ class Recording:
         taken: Recorder,
         *,
         updates: dict[str, int],
-        covers: Sequence[Inside],
+        covers: Sequence[Part],
         inputs: Sequence[Tensor | None],
         n_leaves: int,
     ) -> None:
@@ -177,9 +115,7 @@ class Recording:
         self._updates = updates
         read = {index for index in program.used if index >= n_leaves}
         absent = {index for index in range(n_leaves, len(inputs)) if inputs[index] is None}
-        if taken.zeroes:  # gradients that the step drops may be there or not
-            n_zeroed = n_parameters(taken.surroundings.optimizers)
-            absent -= set(range(n_leaves, n_leaves + n_zeroed))
+        absent -= set(range(n_leaves, n_leaves + taken.n_dropped))  # what the step drops may be there or not
         self._checked = sorted(read | absent)
         self._layout = layout_of([inputs[index] for index in self._checked])
 
@@ -191,18 +127,18 @@ class Recording:
 
     def prepare(self) -> None:
         """Do what has to be done before the program runs: reset what is logged, hand over learning rates."""
-        connector = self._taken.surroundings.connector
+        around = self._taken.surroundings
         if self._taken.slots or self._taken.metrics:  # what the first self.log of a step does
-            if connector.should_reset_tensors("training_step"):
-                self._taken.surroundings.results.reset(metrics=False, fx="training_step")
-            connector._current_fx = "training_step"
+            if around.connector.should_reset_tensors(around.hook):
+                around.results.reset(metrics=False, fx=around.hook)
+            around.connector._current_fx = around.hook
         for part in self.covers:
             part.refill()
 
     def named(self, outputs: Sequence[Any]) -> dict[str, Tensor | None]:
         """Return the outputs of a run by the names that `Surroundings.tensors` gives them."""
         loss, returned, gradients, carried = self._split(outputs)
-        names = {id(parameter): name for name, parameter in self._taken.surroundings.module.named_parameters()}
+        names = self._taken.surroundings.names()
         found: dict[str, Tensor | None] = {"loss": loss}
         found.update({f"output {index}": tensor for index, tensor in enumerate(returned)})
         parameters = self._taken.surroundings.parameters
@@ -237,16 +173,10 @@ class Recording:
             logged.replay()
         for metric in taken.metrics:
             note_metric(metric)
-        if taken.zeroes:
-            around.zero_grad.increment_ready()
-            around.zero_grad.increment_started()
-            around.zero_grad.increment_completed()
-        if self.covers:
-            for optimizer in around.optimizers:
-                optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether step was called
-        for _ in range(taken.updates_by_hand):
-            around.updates_by_hand.increment_ready()
-            around.updates_by_hand.increment_completed()
+        for progress, name, times in taken.moves:
+            progress[name] += times
+        for part in self.covers:
+            part.count()
 
     def _split(self, outputs: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any], Sequence[Any]]:
         first = 1 + self._taken.n_returned
@@ -254,11 +184,18 @@ class Recording:
         return outputs[0], outputs[1:first], outputs[first:last], outputs[last:]
 
 
-def n_parameters(optimizers: Sequence[Optimizer]) -> int:
-    """Return how many parameters `optimizers` update."""
-    return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
-
-
 def layout_of(inputs: Sequence[Tensor | None]) -> tuple[Hashable, ...]:
     """Return what has to be the same of inputs for a program to run on them."""
     return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in inputs])
+
+
+def progress_of(counter: Any) -> list[dict[str, int]]:
+    """Return copies of the fields of one of Lightning's progress counters: of the current run, and in total."""
+    return [dict(vars(counter.current)), dict(vars(counter.total))]
+
+
+def moves_of(counter: Any, before: list[dict[str, int]]) -> Iterator[tuple[dict[str, int], str, int]]:
+    """Yield the fields of `counter` that moved on since `before`: where each is kept, its name, by how much."""
+    for part, earlier in zip((counter.current, counter.total), before, strict=True):
+        fields = vars(part)
+        yield from ((fields, name, n - earlier[name]) for name, n in fields.items() if n != earlier[name])

@@ -2,8 +2,8 @@
 
 from zdtrain.step.carried import held_tensors
 from zdtrain.step.key import METRIC_ATTRIBUTES, is_metric
-from zdtrain.step.recording import Surroundings
 from zdtrain.step.results import MetricSlot
+from zdtrain.step.surroundings import Surroundings
 
 SLOT_STATE = ("weight", "pending", "has_reset", "_computed", "_update_count")
 
@@ -17,8 +17,7 @@ class HostState:
 
     def __init__(self, around: Surroundings) -> None:
         module, results = around.module, around.results
-        counters = [counter for counter in (around.zero_grad, around.updates_by_hand) if counter is not None]
-        progress = [part for counter in counters for part in (counter.current, counter.total)]
+        progress = [part for counter in around.counters for part in (counter.current, counter.total)]
         self._gradients = [(parameter, parameter.grad) for parameter in around.parameters]
         self._held = held_tensors(module)
         self._module = module

@@ -43,7 +43,7 @@ class Entry:
     """The captured step."""
     misfits: int = 0
     """Steps since the last replay that the program could not run."""
-    verified_epoch: int | None = None
+    verified_in: int | None = None
     """Epoch in which the program was last compared with an eager step."""
     verification: str = "not yet"
     """Result of the last comparison, in words."""
