@@ -14,6 +14,7 @@ from zdtrain.config import Capture, Nonfinite, TrainerOptions
 from zdtrain.consumers.steps import StepStream
 from zdtrain.device import Runtime, runtime_for
 from zdtrain.drain import Drain
+from zdtrain.loop.accounting import accounted
 from zdtrain.loop.capturing import CanCapture
 from zdtrain.loop.connector import LoggerConnector
 from zdtrain.loop.epoch import EpochLoop
@@ -143,7 +144,7 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
 
     def _run_stage(self) -> Any:
         try:
-            with self._watching(), self._capturing():
+            with self._watching(), accounted(self), self._capturing():
                 return super()._run_stage()
         finally:
             self._connector.flush()  # nothing that a finished step logged is lost, whatever ended the stage

@@ -23,7 +23,7 @@ def test_writing_pages_removes_those_of_rules_that_are_gone(tmp_path: Path) -> N
 def test_pages_link_to_rules_that_exist() -> None:
     linked = {
         code
-        for page in ("lint.md", "claims.md", "symptoms.md")
+        for page in ("lint.md", "claims.md", "troubleshooting.md")
         for code in re.findall(r"\bZD[1-9]\d\d\b", (DOCS.parent / page).read_text(encoding="utf-8"))
     }
     assert linked <= set(ALL)

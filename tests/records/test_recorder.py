@@ -84,6 +84,17 @@ def test_every_step_is_recorded_whatever_log_every_n_steps_says(tmp_path):
     assert run.summary["num_steps"] == 8
 
 
+def test_the_summary_accounts_for_what_the_run_cost(tmp_path):
+    trainer = Trainer(max_epochs=2, records=True, default_root_dir=tmp_path, profiler="simple", **QUIET)
+    trainer.fit(Net(), data(), data())
+    run = load_run(trainer.recorder.folder)
+    assert run.summary["host_reads"] == run.summary["host_waits"] == 0
+    assert run.summary["fallbacks"] == {"profiler": 1}
+    assert [event["code"] for event in run.events if event["kind"] == "fallback"] == ["profiler"]
+    assert run.summary["peak_host_memory_bytes"] > 1e7
+    assert 0 < run.summary["read_back_lag_seconds"] < 60
+
+
 def test_without_records_a_trainer_writes_what_stock_writes(tmp_path):
     for make, place in ((Trainer, tmp_path / "ours"), (pl.Trainer, tmp_path / "stock")):
         make(max_epochs=1, default_root_dir=place, logger=CSVLogger(place), **QUIET).fit(Net(), data())

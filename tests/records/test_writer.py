@@ -129,11 +129,24 @@ def test_a_full_disk_warns_once(tmp_path):
         writer.add(record(1, m=0.0))
 
 
+def test_a_run_that_goes_on_behind_its_last_row_says_which_are_missing(tmp_path):
+    folder = create_run_folder(tmp_path, "gap")
+    for first in (0, 5):
+        writer = RunWriter(folder)
+        for step in (first, first + 1):
+            writer.add(StepRecord(step=step, epoch=0, batch_idx=step, values={"m": 1.0}, wall_time=0.0))
+        writer.close("finished")
+    run = load_run(folder)
+    assert run.steps == [0, 1, 5, 6]
+    (event,) = [event for event in run.events if event["kind"] == "rows_missing"]
+    assert (event["after"], event["before"]) == (1, 5)
+
+
 def test_kill_at_random_moments_leaves_readable_folders_that_continue_cleanly(tmp_path):
     chance = random.Random(0)
     folder = create_run_folder(tmp_path, "killed")
     first_step = 0
-    for _ in range(8):
+    for _ in range(50):
         process = subprocess.Popen(
             [sys.executable, "-c", KILLED, folder, str(first_step)], stdout=subprocess.PIPE, text=True
         )

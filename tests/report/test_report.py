@@ -19,7 +19,7 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 def make_run(root, name, *, lr, scale=1.0, failed=False):
     folder = create_run_folder(root, name)
     writer = RunWriter(folder)
-    writer.document("hparams.json", {"model": {"lr": lr, "width": 8}})
+    writer.document("hparams.json", {"model": {"lr": lr, "width": 8}, "optimizers": [{"lr": lr, "eps": 0}]})
     for step in range(600):
         values = {"train_loss": scale / (1 + step / 50), "lr-SGD": lr, "grad_norm": 1.0 + step % 3}
         if step == 300:
@@ -76,6 +76,8 @@ def test_comparison_shows_both_runs_and_only_the_settings_that_differ(runs, tmp_
     assert {"run0", "run1"} <= set(Page(text).classes)
     differences = text.split("Configuration differences")[1].split("</section>")[0]
     assert "model.lr" in differences
+    assert "optimizers[0].lr" in differences
+    assert "optimizers[0].eps" not in differences
     assert "model.width" not in differences
 
 

@@ -26,9 +26,8 @@ class CanCapture:
     @property
     def capture_report(self) -> CaptureReport:
         """What captured steps did in the last fit: programs, replays, and why other steps ran eagerly."""
-        if self._captures is None:
-            return CaptureReport(capture="off")
-        report, loop = self._captures.report(), self.fit_loop.epoch_loop  # type: ignore[attr-defined]
+        report = CaptureReport(capture="off") if self._captures is None else self._captures.report()
+        loop = self.fit_loop.epoch_loop  # type: ignore[attr-defined]
         return replace(report, fallbacks=(*loop.fallbacks, *report.fallbacks))
 
     @property
@@ -73,7 +72,7 @@ class CanCapture:
                 capture=capture,
                 verify=self.options.verify_capture,
                 runtime=runtime,
-                tell=self._tell,
+                tell=self.tell,
                 device_graphs=runtime.device.type == "cuda",
             )
         self.fit_loop.epoch_loop.captures = self._captures  # type: ignore[attr-defined]
@@ -86,7 +85,8 @@ class CanCapture:
                 self._captures.release()  # teardown moves what the programs write to
                 self._publish(self.capture_report)
 
-    def _tell(self, reason: FallbackReason) -> None:
+    def tell(self, reason: FallbackReason) -> None:
+        """Put a reason for not running or capturing a step the short way into the run folder, if there is one."""
         if self.recorder is not None:
             self.recorder.record_event("fallback", **asdict(reason))
 

@@ -65,6 +65,7 @@ class EpochLoop(_TrainingEpochLoop):
     def _note(self, reason: FallbackReason) -> None:
         if reason not in self.fallbacks:
             self.fallbacks.append(reason)
+            self.trainer.tell(reason)
             self._warning_cache.info(f"zdtrain: steps run on stock Lightning's loop: {reason}")
 
     def advance(self, data_fetcher: _DataFetcher) -> None:

@@ -106,6 +106,9 @@ class CanMonitor:
         """Save a checkpoint of the last good step; see `lightning.pytorch.Trainer.save_checkpoint`."""
         if self._monitoring is not None:
             self._monitoring.settle_now()
+        if self.recorder is not None:  # a run that is killed goes on from here: its rows up to here are on disk first
+            self._connector.flush()  # type: ignore[attr-defined]
+            self.recorder.flush()
         super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
 

@@ -81,6 +81,7 @@ class RunRecorder(Logger):
         self._on_error, self._chunk_rows, self._chunk_seconds = on_error, chunk_rows, chunk_seconds
         self._is_off = False
         self._writer: RunWriter | None = None
+        self._lag_seconds = 0.0  # how far a row was behind its step at most
         self._hparams: dict[str, Any] = {}
         self._notes: dict[Path, Path] = {}  # hyperparameters beside a checkpoint → the checkpoint
 
@@ -110,6 +111,7 @@ class RunRecorder(Logger):
         """Take the values of one finished training step; conversion and writing happen in chunks."""
         writer = self._writer or self.experiment
         writer.add(record)
+        self._lag_seconds = max(self._lag_seconds, time.time() - record.wall_time)
 
     @rank_zero_only
     def record_epoch_statistics(self, epoch: int, metric: str, values: Mapping[str, Any]) -> None:
@@ -242,6 +244,7 @@ class RunRecorder(Logger):
             status = "finished"
         elif status == "failed" and isinstance(sys.exc_info()[1], KeyboardInterrupt):
             status = "interrupted"
+        self._writer.summarize(read_back_lag_seconds=round(self._lag_seconds, 3))
         self._writer.close(status)
 
     @property

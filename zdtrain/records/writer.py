@@ -158,6 +158,8 @@ class RunWriter:
             self._count(Row(**row))
         if superseded:
             self._append(SUPERSEDED, superseded)
+        if self._num_steps and self._last_step is not None and self._last_step + 1 < step:  # lost in a kill
+            self.event("rows_missing", after=self._last_step, before=step)
         self.text(METRICS, "".join(f"{line}\n" for line in kept))
 
     def _append(self, name: str, lines: list[str]) -> None:

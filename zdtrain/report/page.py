@@ -123,8 +123,15 @@ def _rows(columns: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, item in value.items():
-        flat.update(_flat(item, f"{prefix}{name}.") if isinstance(item, Mapping) else {f"{prefix}{name}": item})
+        nested = {f"{name}[{i}]": part for i, part in enumerate(item)} if _is_table(item) else {name: item}
+        for key, part in nested.items():
+            flat.update(_flat(part, f"{prefix}{key}.") if isinstance(part, Mapping) else {f"{prefix}{key}": part})
     return flat
+
+
+def _is_table(item: Any) -> bool:
+    """Whether `item` is a list of mappings, such as the settings of optimizers."""
+    return isinstance(item, list) and bool(item) and all(isinstance(part, Mapping) for part in item)
 
 
 def _table(rows: Mapping[str, Sequence[Any]], runs: Sequence[Run]) -> str:
