@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 
-from zdtrain.lint.files import find, read
+from zdtrain.lint.files import UnreadableError, find, read
 from zdtrain.lint.linter import lint_paths
 from zdtrain.lint.settings import LintSettings
 
@@ -24,14 +24,27 @@ def seconds(work) -> float:
     return time.process_time() - start
 
 
+def python(file: str, settings: LintSettings) -> str | None:
+    """A file's source; None if it can't be read or parsed, as test data often can't."""
+    try:
+        text = read(file, settings).source
+        ast.parse(text)
+    except (UnreadableError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return text
+
+
 def measure(path: str) -> None:
     """Prints medians for one tree."""
     settings = LintSettings()
-    files = list(find([path], settings))
-    texts = [read(file, settings).source for file in files]
-    lines = sum(text.count("\n") for text in texts)
+    texts = {file: text for file in find([path], settings) if (text := python(file, settings)) is not None}
+    files = list(texts)
+    lines = sum(text.count("\n") for text in texts.values())
     pairs = [
-        (seconds(lambda: [ast.parse(text) for text in texts]), seconds(lambda: lint_paths(files, settings, jobs=1)))
+        (
+            seconds(lambda: [ast.parse(text) for text in texts.values()]),
+            seconds(lambda: lint_paths(files, settings, jobs=1)),
+        )
         for _ in range(ROUNDS)
     ]
     parse, lint = (statistics.median(column) for column in zip(*pairs, strict=True))

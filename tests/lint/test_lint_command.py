@@ -230,6 +230,41 @@ def test_a_notebook_is_linted_by_cell(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "ZD000 not a notebook" in capsys.readouterr().out
 
 
+def test_a_cell_that_is_not_python_gets_a_line_and_the_others_are_linted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "note.ipynb"
+    sources = [
+        "%%bash\nls | grep (",
+        "%%time\n!pip install x \\\n    y\nif True:\n    %cd ..\nfiles = !ls\nfiles?",
+        "import torch\ndef f(:\n",
+        BAD,
+    ]
+    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": source} for source in sources]}))
+    assert main([str(path), "--isolated"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":", 1)[1].split(" ")[:3] for line in lines[:-1]] == [
+        ["cell", "3:2:1:", "ZD000"],
+        ["cell", "4:9:20:", "ZD101"],
+    ]
+
+
+@pytest.mark.parametrize("separator", ["\f", "\v", "\x1c", "\u2028"])
+def test_what_only_looks_like_a_line_end_moves_no_finding(bad: Path, separator: str, capsys) -> None:
+    bad.write_text(f"# a{separator}b\n" + BAD, encoding="utf-8")
+    assert main([str(bad), "--isolated"]) == 1
+    assert f"{bad}:10:20: ZD101 " in capsys.readouterr().out
+    bad.write_text(bad.read_text(encoding="utf-8").replace(".item())", ".item())  # noqa: ZD101"), encoding="utf-8")
+    assert main([str(bad), "--isolated"]) == 0
+
+
+def test_a_broken_file_without_a_step_is_reported_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.py").write_text("import os\n\ndef f(:\n")
+    (tmp_path / "torch.py").write_text("import torch\n\ndef f(:\n")
+    assert main([str(tmp_path), "--isolated"]) == 1
+    assert capsys.readouterr().out.count("3:1: ZD000 not Python: invalid syntax") == 2
+
+
 def test_a_missing_path_does_not_stop_the_others(bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["nowhere.py", str(bad), "--isolated"]) == 2
     out = capsys.readouterr().out

@@ -66,3 +66,11 @@ def test_zdtrain_and_its_examples_are_clean() -> None:
     report = lint_paths([str(ROOT / "zdtrain"), str(ROOT / "examples")], settings)
     assert [f"{f.path}:{f.line} {f.code}" for f in report.findings] == []
     assert report.files > 20
+
+
+@pytest.mark.parametrize("tree", ["zdtrain/step", "zdtrain/optim", "tests/check", "examples"])
+def test_what_is_not_parsed_holds_no_finding(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = LintSettings()
+    quick = lint_paths([str(ROOT / tree)], settings, jobs=1).findings
+    monkeypatch.setattr("zdtrain.lint.linter.may_matter", lambda *_args, **_options: True)
+    assert quick == lint_paths([str(ROOT / tree)], settings, jobs=1).findings

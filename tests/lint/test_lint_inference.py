@@ -67,6 +67,11 @@ def codes(body: str) -> list[str]:
         "lr = self.trainer.optimizers[0].param_groups[0]['lr']; n = float(lr)",
         "z = loss.to(torch.float64)",
         "z = out.view(-1).max(dim=0)",
+        "for i, (name, p) in enumerate(self.named_parameters()):\n    if name: print(name)",
+        "for a, (name, b) in zip(batch, self.named_buffers()):\n    if name: print(f'{name}')",
+        "for a, (i, (b, name)) in zip(batch, enumerate(zip(batch, ['x', 'y']))):\n    if i or name: print(name)",
+        "if torch.autograd._profiler_enabled(): out = out * 2",
+        "if torch._C._autograd._profiler_enabled() and not torch.are_deterministic_algorithms_enabled(): out = out * 2",
     ],
 )
 def test_host_values_are_not_flagged(body: str) -> None:
@@ -111,6 +116,8 @@ def test_host_values_are_not_flagged(body: str) -> None:
         ("for i in range(y.max()): out = out + i", "ZD118"),
         ("z = loss.mean().item()", "ZD101"),
         ("z = (out\n     .sum()\n     .item())", "ZD101"),
+        ("for i, (name, p) in enumerate(self.named_parameters()):\n    if p: print(name)", "ZD106"),
+        ("for a, (i, (b, name)) in zip(x, enumerate(zip(x, ['x', 'y']))):\n    if b: print(name)", "ZD106"),
         ("z = torch.tensor([loss, loss])", "ZD123"),
         ("z = torch.tensor(self.width, device=self.device)", "ZD119"),
     ],

@@ -1,6 +1,8 @@
 """Analyses one file: walks what matters, finds out how often each function runs, and turns hits into findings."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 
 from zdtrain.lint import kinds as k
 from zdtrain.lint.finding import Finding, Severity
@@ -33,12 +35,12 @@ class Unit:
         self.walks: dict[Function, Flow] = {}
         self._done: set[Function] = set()
         self._constructed: set[str] = set()
+        self._roots: dict[Function, Heat] = {}
         self._outside: dict[Function, Heat] = {}
         self._passed_on: dict[str, Heat] = {}
         for name, heat in (outside or {}).items():
             self._called_from_outside(name, heat)
         self._everything = everything
-        self._triggers: list[str] = []
 
     def _called_from_outside(self, name: str, heat: Heat) -> None:
         """Finds what a call from another file means; one to an inherited method goes on to the base's file."""
@@ -97,12 +99,9 @@ class Unit:
     def run(self) -> tuple[list[Finding], dict[str, Heat]]:
         """The findings, and how often functions of other files are called (by dotted name)."""
         self.walk(self.source.body)
-        self._triggers = [trigger for trigger in self.rules.triggers if trigger in self.source.text]
         for function in self.source.all_functions:
             if self._everything or self._matters(function):
                 self.walk(function)
-        for rule in self.rules.on_file:
-            rule.check_file(self.walks[self.source.body])
         heats, calls = self._spread()
         findings = [
             finding
@@ -125,7 +124,7 @@ class Unit:
         """Whether a function can hold a finding above a note, before calls are followed."""
         if function in self._outside:
             return True
-        heat = root_heat(function, self.source)
+        heat = self._root_heat(function)
         if heat.hot:
             return True
         if heat is not Heat.EVALUATION and (
@@ -134,8 +133,14 @@ class Unit:
             return True
         if function.name in _CONSTRUCTORS and function.owner is not None and self.source.is_module(function.owner):
             return True
-        segment = self.source.segment(function)
-        return any(trigger in segment for trigger in self._triggers)
+        first, last = function.span
+        at = bisect_left(self._trigger_lines, first)
+        return at < len(self._trigger_lines) and self._trigger_lines[at] <= last
+
+    @cached_property
+    def _trigger_lines(self) -> list[int]:
+        text, line_at = self.source.text, self.source.line_at
+        return sorted({line_at(match.start()) for trigger in self.rules.triggers for match in trigger.finditer(text)})
 
     def _spread(self) -> tuple[dict[Function, Heat], dict[str, Heat]]:
         """Follows calls from hot code: what it calls is as hot."""
@@ -158,7 +163,13 @@ class Unit:
 
     def _own_heat(self, function: Function) -> Heat:
         outside = Heat.COLD if is_evaluation(function.name) else self._outside.get(function, Heat.COLD)
-        return max(root_heat(function, self.source), outside)
+        return max(self._root_heat(function), outside)
+
+    def _root_heat(self, function: Function) -> Heat:
+        found = self._roots.get(function)
+        if found is None:
+            found = self._roots[function] = root_heat(function, self.source)
+        return found
 
     def _finding(self, hit: Hit, function: Heat) -> Finding | None:
         heat = hit.place.heat(function)

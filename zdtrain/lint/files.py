@@ -1,8 +1,10 @@
 """Finds the files to lint and reads them, whatever state they are in."""
 
+import ast
 import io
 import json
 import os
+import re
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ _SKIPPED_FOLDERS = frozenset(
         ".ipynb_checkpoints",
     ]
 )
+_PYTHON_CELLS = ("%%time", "%%capture", "%%prun")
+_MAGIC_VALUE = re.compile(r"^(\s*[\w.,\s\[\]'\"]+=\s*)[%!].*$")
 
 
 class UnreadableError(Exception):
@@ -45,6 +49,8 @@ class Text:
     source: str
     cells: tuple[tuple[int, int], ...] = ()
     """For each line of a notebook's source: cell and line in the cell, from 1."""
+    broken: tuple[tuple[int, str], ...] = ()
+    """Lines of the source where a cell is not Python, and why; such a cell is left out."""
 
 
 def find(paths: list[str], settings: LintSettings) -> Iterator[str]:
@@ -113,18 +119,44 @@ def _decode(data: bytes) -> str:
 
 def _notebook(data: bytes) -> Text:
     try:
-        cells = json.loads(data)["cells"]
-        lines: list[str] = []
-        places: list[tuple[int, int]] = []
-        for number, cell in enumerate(cells, 1):
-            if cell["cell_type"] != "code":
-                continue
-            for at, line in enumerate("".join(cell["source"]).splitlines(), 1):
-                lines.append("pass" if line.lstrip().startswith(("%", "!", "?")) else line)
-                places.append((number, at))
+        cells = [
+            (number, "".join(cell["source"]))
+            for number, cell in enumerate(json.loads(data)["cells"], 1)
+            if cell["cell_type"] == "code"
+        ]
     except (ValueError, KeyError, TypeError) as error:
         raise UnreadableError(f"not a notebook: {type(error).__name__}: {error}") from error
-    return Text("\n".join(lines) + "\n", tuple(places))
+    lines: list[str] = []
+    places: list[tuple[int, int]] = []
+    broken: list[tuple[int, str]] = []
+    for number, source in cells:
+        cell = _without_magic(source)
+        try:
+            ast.parse("\n".join(cell) + "\n")
+        except (SyntaxError, ValueError) as error:
+            line = min(getattr(error, "lineno", None) or 1, len(cell))
+            broken.append((len(lines) + line, getattr(error, "msg", str(error))))
+            cell = ["pass"] * len(cell)
+        lines += cell
+        places += [(number, at) for at in range(1, len(cell) + 1)]
+    return Text("\n".join(lines) + "\n", tuple(places), tuple(broken))
+
+
+def _without_magic(source: str) -> list[str]:
+    """A cell's lines with what only IPython understands replaced by ``pass`` or ``None``."""
+    lines = source.split("\n")
+    if source.startswith("%%") and not source.startswith(_PYTHON_CELLS):
+        return ["pass"] * len(lines)  # another language
+    continued, indent = False, ""
+    for at, line in enumerate(lines):
+        code = line.strip()
+        if continued or code.startswith(("%", "!", "?")) or (code.endswith("?") and "#" not in code):
+            indent = indent if continued else line[: len(line) - len(line.lstrip())]
+            continued = code.endswith("\\")
+            lines[at] = indent + "pass"
+        else:
+            lines[at] = _MAGIC_VALUE.sub(r"\1None", line)
+    return lines
 
 
 def write(path: str, source: str) -> None:

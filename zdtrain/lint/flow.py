@@ -11,7 +11,7 @@ from zdtrain.lint.calls import Calls
 from zdtrain.lint.heat import Heat
 from zdtrain.lint.kinds import Kind, Kinds
 from zdtrain.lint.rules.base import StatementCall
-from zdtrain.lint.source import Function
+from zdtrain.lint.source import Function, Source
 from zdtrain.lint.walked import Gate, Place, Walked
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Flow(Calls):
         defaults = len(node.args.defaults)
         for position, argument in enumerate(named):
             has_default = position >= len(named) - defaults
-            annotation = ast.unparse(argument.annotation) if argument.annotation else ""
+            annotation = self.source.written(argument.annotation) if argument.annotation else ""
             kind = i.parameter_kind(argument.arg, annotation, everything=step and not has_default)
             if has_default and not annotation and _is_setting(node.args.defaults[position - len(named)]):
                 kind = k.VALUE
@@ -70,7 +70,7 @@ class Flow(Calls):
                 kind = arguments[position]
             self.env[argument.arg] = kind
         for argument in node.args.kwonlyargs:
-            annotation = ast.unparse(argument.annotation) if argument.annotation else ""
+            annotation = self.source.written(argument.annotation) if argument.annotation else ""
             self.env[argument.arg] = i.parameter_kind(argument.arg, annotation, everything=False)
 
     def _block(self, body: list[ast.stmt]) -> None:
@@ -85,7 +85,7 @@ class Flow(Calls):
             if statement.__class__ is ast.If and self._skips_rest(statement, body[position + 1 :]):
                 self.place = Place(self.place.loop, Gate.INTERVAL)
         if self._steps:
-            calls = list(_step_calls(body))
+            calls = list(_step_calls(body, self.source))
             if calls:
                 for rule in self.rules.on_calls:
                     rule.check_calls(calls, self)
@@ -203,7 +203,7 @@ class Flow(Calls):
         kind = self.infer(node.value)
         if isinstance(node, ast.AnnAssign):
             if not i.flat(kind):
-                kind = i.parameter_kind("", ast.unparse(node.annotation), everything=False)
+                kind = i.parameter_kind("", self.source.written(node.annotation), everything=False)
             targets: list[ast.expr] = [node.target]
         else:
             targets = node.targets
@@ -258,7 +258,7 @@ class Flow(Calls):
         if previous is None:
             self.result.returns = kind
         elif isinstance(previous, tuple) and isinstance(kind, tuple) and len(previous) == len(kind):
-            self.result.returns = tuple(map(k.join, previous, kind))
+            self.result.returns = tuple(k.join(i.flat(a), i.flat(b)) for a, b in zip(previous, kind, strict=True))
         else:
             self.result.returns = k.join(i.flat(previous), i.flat(kind))
 
@@ -335,9 +335,9 @@ class Flow(Calls):
         if name == "range":
             return k.VALUE
         if name == "enumerate" and first is not None:
-            return (k.VALUE, i.flat(self._items(first)))
+            return (k.VALUE, self._items(first))
         if name == "zip":
-            return tuple(i.flat(self._items(argument)) for argument in node.args)
+            return tuple(self._items(argument) for argument in node.args)
         if name in ("items", "named_parameters", "named_buffers"):
             return (k.VALUE, k.TENSOR if name != "items" else i.element(kind))
         if name in ("named_modules", "named_children"):
@@ -363,14 +363,14 @@ _STEP_METHODS = frozenset(
 )
 
 
-def _step_calls(body: list[ast.stmt]) -> Iterator[StatementCall]:
+def _step_calls(body: list[ast.stmt], source: Source) -> Iterator[StatementCall]:
     """The calls in a list of statements that make up a training step, in order."""
     for statement in body:
         value = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
         if not isinstance(value, ast.Call):
             continue
         if isinstance(value.func, ast.Attribute) and value.func.attr in _STEP_METHODS:
-            yield StatementCall(ast.unparse(value.func.value), value.func.attr, value)
+            yield StatementCall(source.written(value.func.value), value.func.attr, value)
         elif isinstance(value.func, ast.Name) and value.func.id in _STEP_METHODS:
             yield StatementCall("", value.func.id, value)
 

@@ -5,6 +5,7 @@ import enum
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 from zdtrain.lint.source import Function, Source
 
@@ -104,17 +105,23 @@ def root_heat(function: Function, source: Source) -> Heat:
         return Heat.LOOP
     if is_evaluation(name):
         return Heat.EVALUATION
-    if not name or _RARE.search(name):
+    if not name or _is_rare(name):
         return Heat.RARE
     if _steps_outside_loops(function, source):
         return Heat.LOOP
     return Heat.COLD
 
 
+@lru_cache(4096)
 def is_evaluation(name: str) -> bool:
     """Whether a function's name says that it evaluates."""
     found = _EVALUATION.search(name)
     return found is not None and "train" not in name[: found.start()]
+
+
+@lru_cache(4096)
+def _is_rare(name: str) -> bool:
+    return _RARE.search(name) is not None
 
 
 def _steps_outside_loops(function: Function, source: Source) -> bool:
@@ -128,10 +135,9 @@ def _steps_outside_loops(function: Function, source: Source) -> bool:
     return any(not _inside(line, inner) and not _inside(line, loops) for line in steps)
 
 
-def within(lines: Iterable[int], first: int, last: int) -> list[int]:
-    """Those of `lines` from `first` to `last`."""
-    ordered = sorted(lines)
-    return ordered[bisect_left(ordered, first) : bisect_left(ordered, last + 1)]
+def within(lines: list[int], first: int, last: int) -> list[int]:
+    """Those of `lines`, which are in order, from `first` to `last`."""
+    return lines[bisect_left(lines, first) : bisect_left(lines, last + 1)] if lines else lines
 
 
 def _inside(line: int, spans: Iterable[tuple[int, int]]) -> bool:

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import lru_cache
 
 from zdtrain.lint import kinds as k
 from zdtrain.lint.kinds import Kind, Kinds
@@ -118,6 +119,7 @@ TENSOR_LIBRARIES = ("torchvision.", "einops.", "kornia.", "torch_scatter.", "opt
 KEPT = k.ON_HOST | k.GRAPH
 
 
+@lru_cache(4096)
 def parameter_kind(name: str, annotation: str, *, everything: bool) -> Kind:
     """The kind of a parameter by its annotation, else by its name.
 
@@ -162,16 +164,19 @@ def parameter_kind(name: str, annotation: str, *, everything: bool) -> Kind:
     return k.TENSOR if everything else k.UNKNOWN
 
 
+@lru_cache(4096)
 def names_value(name: str) -> bool:
     """Whether a name is one that plain Python values have: ``batch_size``, ``num_steps``, ``args``."""
     return bool(_VALUE_NAMES.match(name))
 
 
+@lru_cache(4096)
 def names_module(name: str) -> bool:
     """Whether a name is one that modules and losses have: ``model``, ``criterion``, ``netG``."""
     return bool(_MODULE_NAMES.match(name))
 
 
+@lru_cache(4096)
 def free_name_kind(name: str) -> Kind:
     """The kind of a name that nothing in sight defines."""
     if _LOADER_NAMES.search(name):
@@ -204,7 +209,7 @@ def flat(kind: Kinds) -> Kind:
     """A tuple's kind as one: TENSORS if any item is one."""
     if not isinstance(kind, tuple):
         return kind
-    return container(kind)
+    return container([flat(item) for item in kind])
 
 
 def container(items: "tuple[Kind, ...] | list[Kind]") -> Kind:

@@ -1,8 +1,10 @@
 """What an expression holds, as far as the source tells: a small set of bits, and what torch returns.
 
 A kind is an ``int`` of the flags below; 0 means that nothing is known. A tuple of kinds is a tuple whose items are
-known.
+known, each a kind or again a tuple.
 """
+
+from typing import Union
 
 UNKNOWN = 0
 TENSOR = 1  # a torch.Tensor, on the training device unless ON_HOST is set
@@ -25,7 +27,7 @@ MAPPING = 131072  # a dict: iterating it gives keys
 OUTPUT = 65536  # what a module returned: a tensor or a container of them
 
 Kind = int
-Kinds = int | tuple[int, ...]
+Kinds = Union[int, tuple["Kinds", ...]]  # noqa: UP007 -- refers to itself
 
 
 def is_device_tensor(kind: Kind) -> bool:

@@ -1,6 +1,5 @@
 """Lints files: one by one, then again those whose functions another file's training step calls."""
 
-import ast
 import contextlib
 import gc
 import os
@@ -9,19 +8,20 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from symtable import symtable
 
 from zdtrain.lint import noqa
 from zdtrain.lint.analysis import Unit, merge_heats
 from zdtrain.lint.files import Text, UnreadableError, find, read
 from zdtrain.lint.finding import Finding, Severity
 from zdtrain.lint.heat import Heat
+from zdtrain.lint.relevance import may_matter
 from zdtrain.lint.rules.base import Rules
 from zdtrain.lint.rules.registry import ALL
 from zdtrain.lint.settings import LintSettings
 from zdtrain.lint.source import Source
 
 NOT_LINTED = "ZD000"
-_MENTIONS = ("torch", "lightning", ".item()", ".cpu()", ".numpy()", ".backward(", "training_step")
 _FILES_PER_TASK = 16
 _POOL_FROM_FILES = 400
 _ROUNDS = 5
@@ -167,14 +167,15 @@ def _lint_file(settings: LintSettings, task: tuple[str, dict[str, Heat]]) -> Fil
 
 def _lint_text(text: Text, path: str, settings: LintSettings, outside: dict[str, Heat]) -> FileResult:
     result = FileResult(path, lines=text.source.count("\n"))
+    rules, everything = _rules(settings.codes), settings.level is Severity.NOTE
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes are another linter's business
-            if not any(word in text.source for word in _MENTIONS):
-                ast.parse(text.source)
+            if not outside and not may_matter(text.source, rules, everything=everything):
+                symtable(text.source, path, "exec")  # tells whether it is Python in half of the time
                 return result
             source = Source(path, text.source)
-        unit = Unit(source, _rules(settings.codes), outside=outside, everything=settings.level is Severity.NOTE)
+        unit = Unit(source, rules, outside=outside, everything=everything)
         findings, result.calls = unit.run()
     except SyntaxError as error:
         result.findings = [_not_linted(path, error.lineno or 1, f"not Python: {error.msg}")]
@@ -184,6 +185,7 @@ def _lint_text(text: Text, path: str, settings: LintSettings, outside: dict[str,
         off = settings.ignored_in(path)
         shown = [f for f in findings if f.severity >= settings.level and not (off and f.code.startswith(off))]
         result.findings = noqa.keep(shown, text.source)
+    result.findings += [_not_linted(path, line, f"not Python: {why}") for line, why in text.broken]
     if text.cells:
         result.findings = [_in_cell(finding, text) for finding in result.findings]
     return result

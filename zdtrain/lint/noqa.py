@@ -41,5 +41,5 @@ def keep(findings: Iterable[Finding], text: str) -> list[Finding]:
     remaining = [finding for finding in findings if not (off and finding.code.startswith(off))]
     if not remaining or "noqa" not in text.lower():
         return remaining
-    lines = text.splitlines()
+    lines = text.split("\n")
     return [finding for finding in remaining if not allowed(finding, lines)]

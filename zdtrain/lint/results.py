@@ -1,10 +1,13 @@
 """What torch returns: kinds of method calls on tensors and of ``torch.…`` functions."""
 
 import ast
+import re
 
 from zdtrain.lint import kinds as k
 from zdtrain.lint.infer import KEPT, keyword, names_cpu, names_device
 from zdtrain.lint.kinds import Kind, Kinds
+
+_HOST_NAME = re.compile(r"^_?(?:is|has|get|set|can)_|_(?:enabled|available|supported|initialized)$")
 
 
 def place(kind: Kind, node: ast.Call) -> Kind:
@@ -80,8 +83,10 @@ def torch_function(name: str, node: ast.Call, arguments: list[Kind]) -> Kinds:
         return _nn(name, last)
     if name == "torch.autograd.grad":
         return k.TENSORS
-    if last in k.HOST_FUNCTIONS or last.startswith(("is_", "get_", "set_")):
+    if last in k.HOST_FUNCTIONS or _HOST_NAME.search(last):
         return k.VALUE
+    if name.startswith("torch._") and not name.startswith("torch._foreach_"):
+        return k.UNKNOWN  # private: anything
     if last in k.FACTORIES:
         return _factory(last, node, first)
     if last == "from_numpy":

@@ -3,9 +3,10 @@
 import ast
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 from zdtrain.lint.infer import parameter_kind
 from zdtrain.lint.kinds import VALUE, Kind
@@ -33,8 +34,7 @@ _STEP_CALLS = (
 _STEPPER = re.compile(r"(\w+)(?:\[[^\]]*\])?$")
 _OPTIMIZER = re.compile(r"opt|scaler|engine|accelerator", re.IGNORECASE)
 _ENVIRONMENT = re.compile(r"^(?:\w+_)?envs?$|^environment$")
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_LOOPS = frozenset({ast.For, ast.AsyncFor, ast.While})
 
 _MODULE_BASES = re.compile(r"(?:^|\.)(?:\w*Module|Sequential|ModuleList|Transformer|PreTrainedModel)$|^torch\.nn\.")
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "torchmetrics.", "collections.", "abc.", "typing.")
@@ -114,14 +114,15 @@ class Source:
         self.functions: dict[str, Function] = {}
         self.all_functions: list[Function] = []
         self.docstring_lines: set[int] = set()
+        self._modules: dict[Class, bool] = {}
         self.body = Function("", self.tree)
         self.all_functions.append(self.body)
         self._index(self.tree.body, self.body, None)
 
     @cached_property
     def lines(self) -> list[str]:
-        """The source by line, without line ends."""
-        return self.text.splitlines()
+        """The source by line, without line ends, as ``ast`` counts lines."""
+        return self.text.split("\n")
 
     def segment(self, function: Function) -> str:
         """The text of a function."""
@@ -133,32 +134,23 @@ class Source:
 
     @cached_property
     def _offsets(self) -> list[int]:
-        return [0, *(match.end() for match in re.finditer("\n", self.text))]
+        return [0, *accumulate(len(line) + 1 for line in self.text.split("\n")[:-1])]
+
+    def line_at(self, offset: int) -> int:
+        """The line, from 1, that a position in the text is on."""
+        return bisect_right(self._offsets, offset)
 
     def _index(self, body: list[ast.stmt], function: Function, owner: Class | None) -> None:
         for statement in body:
-            if isinstance(statement, _FUNCTIONS):
-                self._add_function(statement, function, owner)
-            elif isinstance(statement, ast.ClassDef):
-                self._add_class(statement, function)
-            elif isinstance(statement, ast.Import):
-                for alias in statement.names:
-                    top = alias.name.partition(".")[0]
-                    self.imports[alias.asname or top] = alias.name if alias.asname else top
-            elif isinstance(statement, ast.ImportFrom):
-                self._add_import_from(statement)
-            elif isinstance(statement, ast.AnnAssign) and owner is not None:
-                if isinstance(statement.target, ast.Name):
-                    kind = parameter_kind("", ast.unparse(statement.annotation), everything=False)
-                    owner.attributes[statement.target.id] = kind & ~VALUE
-            elif isinstance(statement, ast.Expr):
-                if isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
-                    self.docstring_lines.update(range(statement.lineno, (statement.end_lineno or 0) + 1))
-            elif hasattr(statement, "body") or hasattr(statement, "cases"):
-                if isinstance(statement, _LOOPS):
-                    function.loops.append(statement)
-                for block in blocks(statement):
-                    self._index(block, function, owner)
+            add = _INDEXED.get(statement.__class__)
+            if add is not None:
+                add(self, statement, function, owner)
+
+    def _add_block(self, node: ast.stmt, function: Function, owner: Class | None) -> None:
+        if node.__class__ in _LOOPS:
+            function.loops.append(node)  # type: ignore[arg-type]
+        for block in blocks(node):
+            self._index(block, function, owner)
 
     def _add_function(
         self, node: ast.FunctionDef | ast.AsyncFunctionDef, parent: Function, owner: Class | None
@@ -173,17 +165,40 @@ class Source:
             parent.nested[node.name] = function
         self._index(node.body, function, None)
 
-    def _add_class(self, node: ast.ClassDef, parent: Function) -> None:
+    def _add_class(self, node: ast.ClassDef, parent: Function, _owner: Class | None) -> None:
         bases = tuple(name for base in node.bases if (name := self.dotted(base)))
         found = Class(node.name, node, bases)
         self.classes[node.name] = found
         self._index(node.body, parent, found)
 
-    def _add_import_from(self, node: ast.ImportFrom) -> None:
+    def _add_annotation(self, node: ast.AnnAssign, _function: Function, owner: Class | None) -> None:
+        if owner is not None and isinstance(node.target, ast.Name):
+            kind = parameter_kind("", self.written(node.annotation), everything=False)
+            owner.attributes[node.target.id] = kind & ~VALUE
+
+    def _add_docstring(self, node: ast.Expr, *_place: object) -> None:
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            self.docstring_lines.update(range(node.lineno, (node.end_lineno or 0) + 1))
+
+    def _add_import(self, node: ast.Import, *_place: object) -> None:
+        for alias in node.names:
+            top = alias.name.partition(".")[0]
+            self.imports[alias.asname or top] = alias.name if alias.asname else top
+
+    def _add_import_from(self, node: ast.ImportFrom, *_place: object) -> None:
         prefix = "." * node.level + (node.module or "")
         for alias in node.names:
             joint = "" if prefix.endswith(".") or not prefix else "."
             self.imports[alias.asname or alias.name] = f"{prefix}{joint}{alias.name}"
+
+    def written(self, node: ast.expr) -> str:
+        """An expression as it is written, if it stands on one line; else as ``ast`` writes it."""
+        if node.end_lineno != node.lineno or node.end_col_offset is None:
+            return ast.unparse(node)
+        line = self.lines[node.lineno - 1]
+        if line.isascii():
+            return line[node.col_offset : node.end_col_offset]
+        return line.encode()[node.col_offset : node.end_col_offset].decode()
 
     def dotted(self, node: ast.expr) -> str:
         """The full dotted name of ``a.b.c`` with imports resolved; empty if it is anything else."""
@@ -237,32 +252,69 @@ class Source:
 
     def is_module(self, owner: Class) -> bool:
         """Whether `owner` is an ``nn.Module``, through bases in the file."""
-        return any(current.is_module or current.is_lightning for current in self.base_classes(owner))
+        known = self._modules.get(owner)
+        if known is None:
+            known = any(current.is_module or current.is_lightning for current in self.base_classes(owner))
+            self._modules[owner] = known
+        return known
 
     @cached_property
     def optimizer_lines(self) -> list[int]:
         """Those of the step lines that step an optimizer."""
-        return sorted(line for line in self.step_lines[0] if ".step" in self.lines[line - 1])
+        return [line for line in self.step_lines[0] if ".step" in self.lines[line - 1]]
 
     @cached_property
-    def step_lines(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Lines that take a training step (backward, optimizer step, …), and lines that step an environment."""
+    def step_lines(self) -> tuple[list[int], list[int]]:
+        """Lines, in order, that take a training step (backward, optimizer step, …), and that step an environment."""
         steps: set[int] = set()
         environments: set[int] = set()
-        for word in _STEP_CALLS:
-            for start in _occurrences(self.text, word):
-                line = bisect_right(self._offsets, start)
-                before = self.text[self._offsets[line - 1] : start]
-                if line in self.docstring_lines or "#" in before or before.strip() in ("def", "async def"):
-                    continue
-                if word != ".step(":
-                    steps.add(line)
-                elif stepper := _STEPPER.search(before):
-                    if _OPTIMIZER.search(stepper[1]):
-                        steps.add(line)
-                    elif _ENVIRONMENT.match(stepper[1]):
-                        environments.add(line)
-        return frozenset(steps), frozenset(environments)
+        for start, stepper in step_calls(self.text):
+            line = self.line_at(start)
+            before = self.text[self._offsets[line - 1] : start]
+            if line in self.docstring_lines or "#" in before or before.strip() in ("def", "async def"):
+                continue
+            if not stepper or _OPTIMIZER.search(stepper):
+                steps.add(line)
+            elif _ENVIRONMENT.match(stepper):
+                environments.add(line)
+        return sorted(steps), sorted(environments)
+
+
+_INDEXED: dict[type[ast.stmt], Callable[..., None]] = {
+    ast.FunctionDef: Source._add_function,
+    ast.AsyncFunctionDef: Source._add_function,
+    ast.ClassDef: Source._add_class,
+    ast.Import: Source._add_import,
+    ast.ImportFrom: Source._add_import_from,
+    ast.AnnAssign: Source._add_annotation,
+    ast.Expr: Source._add_docstring,
+    **dict.fromkeys(
+        (
+            ast.If,
+            ast.For,
+            ast.AsyncFor,
+            ast.While,
+            ast.With,
+            ast.AsyncWith,
+            ast.Try,
+            ast.TryStar,
+            ast.Match,
+        ),
+        Source._add_block,
+    ),
+}
+
+
+def step_calls(text: str) -> Iterator[tuple[int, str]]:
+    """Where a text seems to take a training step, and for ``x.step(`` what is stepped (else empty)."""
+    for word in _STEP_CALLS:
+        for start in _occurrences(text, word):
+            if word != ".step(":
+                yield start, ""
+                continue
+            stepper = _STEPPER.search(text, text.rfind("\n", 0, start) + 1, start)
+            if stepper and (_OPTIMIZER.search(stepper[1]) or _ENVIRONMENT.match(stepper[1])):
+                yield start, stepper[1]
 
 
 def _occurrences(text: str, word: str) -> Iterator[int]:

@@ -231,7 +231,7 @@ def unobserved_step(optimizer: Optimizer) -> Callable[..., Any] | None:
     if getattr(step, "__code__", None) is not _WRAPPER or "step" in optimizer.__dict__:
         return None
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or _profiler_enabled() is True:
+    if hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or _profiler_enabled():
         return None
     return step.__wrapped__  # type: ignore[attr-defined, no-any-return]
 

@@ -3,6 +3,7 @@
 import ast
 import enum
 import inspect
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -63,7 +64,10 @@ class Rule:
     expressions: ClassVar[tuple[type[ast.expr], ...]] = ()
     statements: ClassVar[tuple[type[ast.stmt], ...]] = ()
     triggers: ClassVar[tuple[str, ...]] = ()
-    """Text without which a function can't hold a finding of an ANYWHERE rule."""
+    """Regular expressions without a match for which a function holds no finding of an ANYWHERE rule above a note.
+
+    Each begins with literal text, so that searching for it costs next to nothing.
+    """
 
     def severity_at(self, heat: Heat) -> Severity | None:
         """The severity of a finding in code of this heat; None if it is none."""
@@ -101,9 +105,6 @@ class Rule:
 
     def check_function(self, function: "Function", flow: "Walk") -> None:
         """Sees a whole function, last."""
-
-    def check_file(self, flow: "Walk") -> None:
-        """Sees the whole file, last; `flow` is the walk of its body."""
 
     @classmethod
     def page(cls) -> str:
@@ -162,8 +163,7 @@ class Rules:
         self.on_format = self._overriding("check_format")
         self.on_calls = self._overriding("check_calls")
         self.on_function = self._overriding("check_function")
-        self.on_file = self._overriding("check_file")
-        self.triggers = tuple({trigger for rule in self.selected for trigger in rule.triggers})
+        self.triggers = tuple(re.compile(trigger) for trigger in {t for rule in self.selected for t in rule.triggers})
 
     def _overriding(self, name: str) -> list[Rule]:
         return [rule for rule in self.selected if getattr(type(rule), name) is not getattr(Rule, name)]

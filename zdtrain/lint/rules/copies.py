@@ -127,7 +127,7 @@ class UnsafeHostCopy(Rule):
     severity = Severity.WARNING
     scope = Scope.ANYWHERE
     methods = ("to", "cpu")
-    triggers = ("non_blocking",)
+    triggers = ("non_blocking=True",)
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
         if not is_constant(keyword(node, "non_blocking"), True):

@@ -55,7 +55,7 @@ class EvaluationWithGrad(AnywhereRule):
 
     code = "ZD505"
     name = "evaluation-with-grad"
-    triggers = (".eval()",)
+    triggers = (r"\.eval\(\)",)
 
     def check_function(self, function: Function, flow: Walk) -> None:
         if not is_evaluation(function.name) or flow.no_grad or not flow.calls_module or function.owner is not None:
@@ -243,7 +243,7 @@ class LoadWithoutMapLocation(AnywhereRule):
     code = "ZD510"
     name = "load-without-map-location"
     functions = ("torch.load",)
-    triggers = ("torch.load(", "load(")
+    triggers = (r"load\((?<!json\.load\()(?<!yaml\.load\()(?<!pickle\.load\()(?<!np\.load\()",)
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
         if len(node.args) < 2 and not any(item.arg in ("map_location", None) for item in node.keywords):
@@ -277,7 +277,7 @@ class LoadRunsCode(AnywhereRule):
     code = "ZD511"
     name = "load-runs-code"
     functions = ("torch.load",)
-    triggers = ("weights_only",)
+    triggers = ("weights_only=False",)
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
         flag = keyword(node, "weights_only")
@@ -352,7 +352,7 @@ class SetEpochMissing(AnywhereRule):
     code = "ZD513"
     name = "set-epoch-missing"
     functions = ("torch.utils.data.distributed.DistributedSampler", "torch.utils.data.DistributedSampler")
-    triggers = ("DistributedSampler(",)
+    triggers = (r"DistributedSampler\(",)
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
         uses_trainer = "Trainer(" in flow.source.text or "Lightning" in flow.source.text

@@ -261,7 +261,7 @@ class HardCodedDevice(AnywhereRule):
     name = "hard-coded-device"
     methods = ("cuda", "to")
     keywords = ("device",)
-    triggers = ("cuda",)
+    triggers = (r"\.cuda\(", "cuda[\"':]")
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
         if name == "cuda" and self._in_lightning(flow):

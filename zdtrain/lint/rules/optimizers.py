@@ -137,7 +137,7 @@ class TensorRateRead(Rule):
         "torch.optim.RMSprop",
         "torch.optim.Adagrad",
     )
-    triggers = ("torch.optim.", "optim.")
+    triggers = (r"optim\.\w+\(",)
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
         rate = keyword(node, "lr") or (node.args[1] if len(node.args) > 1 else None)

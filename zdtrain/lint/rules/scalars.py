@@ -147,7 +147,7 @@ class CatOfScalars(Rule):
     name = "cat-of-scalars"
     scope = Scope.ANYWHERE
     functions = ("torch.cat", "torch.concat", "torch.concatenate")
-    triggers = ("torch.cat(", "torch.concat")
+    triggers = (r"torch\.cat\(", r"torch\.concat")
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
         if not node.args or not isinstance(node.args[0], ast.List | ast.Tuple) or not node.args[0].elts:
@@ -188,7 +188,7 @@ class NumberAsMask(Rule):
     scope = Scope.ANYWHERE
     functions = ("torch.where", "torch.masked_fill", "torch.masked_select")
     methods = ("masked_fill", "masked_fill_", "masked_select")
-    triggers = ("torch.tensor(0", "torch.tensor(1")
+    triggers = (r"torch\.tensor\([01]",)
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
         at = 1 if name in ("torch.masked_fill", "torch.masked_select") else 0
@@ -279,7 +279,7 @@ class ParameterMoved(Rule):
     name = "parameter-moved"
     scope = Scope.ANYWHERE
     methods = ("to", "cuda", "cpu", "half", "float", "double")
-    triggers = ("Parameter(", "requires_grad=True")
+    triggers = (r"Parameter\(", "requires_grad=True")
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
         made = getattr(node.func, "value", None)
@@ -318,7 +318,7 @@ class UnreducedLoss(Rule):
     name = "unreduced-loss"
     scope = Scope.ANYWHERE
     methods = ("backward",)
-    triggers = ('reduction="none"', "reduction='none'")
+    triggers = ("reduction=[\"']none",)
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
         owner = getattr(node.func, "value", None)

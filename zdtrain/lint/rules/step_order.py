@@ -16,7 +16,7 @@ def _is_optimizer(receiver: str) -> bool:
 class _OrderRule(Rule):
     severity = Severity.ERROR
     scope = Scope.ANYWHERE
-    triggers = (".step(",)
+    triggers = (r"\.step\(",)
 
 
 class GradientsWiped(_OrderRule):
