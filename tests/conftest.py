@@ -5,6 +5,8 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +28,19 @@ LIGHTNING_VARIABLES = {
 LIBRARY_PREFIXES = ("KINETO_", "KMP_", "PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise Inductor keeps a pool of threads for good
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Know the time limit of pyproject.toml where pytest-timeout, which keeps it, is not installed."""
+    if find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "seconds that a test may take")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Pass by what has no `gpu` test under ``-m gpu``: a machine with a GPU may lack what other tests import."""
+    if config.option.markexpr == "gpu" and collection_path.suffix == ".py":
+        return "pytest.mark.gpu" not in collection_path.read_text(encoding="utf-8") or None
+    return None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

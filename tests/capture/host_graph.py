@@ -72,6 +72,12 @@ class HostGraph:
     def reset(self):
         self.operations.clear()
 
+    @property
+    def memory_bytes(self):
+        """Return the bytes of what the capture made, views counted once."""
+        outputs = [t for *_, out, before in self.operations for t in tree_leaves(out) if isinstance(t, Tensor)]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in outputs}.values())
+
 
 class GraphRuntime(HostRuntime):
     """The host, with graphs."""

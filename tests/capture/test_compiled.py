@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from zdtrain.optim import SimpleAdam
-from zdtrain.step.tape import record
+from zdtrain.step.tape import LoweredTape, record
 from zdtrain.step.verify import first_mismatch
 
 from .runs import CLASSES, FEATURES, Classifier, codes, fit
@@ -59,7 +59,7 @@ def test_a_lowered_tape_writes_in_place_to_views_of_one_buffer():
 
     expected = [step()[0]]
     total.zero_()
-    tape = record(step, [], lowered=True)
+    tape = record(step, [], LoweredTape)
     total.zero_()
     first, nothing = tape.run([])
     assert torch.equal(first, expected[0])

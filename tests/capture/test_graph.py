@@ -7,9 +7,13 @@ from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
 
 import zdtrain.loop.capturing
+import zdtrain.step.tape
 from zdtrain.optim import SimpleAdam
-from zdtrain.step.graph import GraphProgram
+from zdtrain.step.graph import GraphProgram, LoweredGraphProgram
+from zdtrain.step.report import readable
 from zdtrain.step.session import CaptureSession
+from zdtrain.step.tape import LoweredTape, record
+from zdtrain.step.verify import first_mismatch
 
 from .host_graph import GraphRuntime, HostGraph
 from .runs import CLASSES, FEATURES, Classifier, assert_same, batches, both, codes, fit
@@ -89,23 +93,95 @@ def test_what_a_callback_keeps_is_not_overwritten_by_the_next_replay(tmp_path):
     assert [loss.item() for loss in runs[0][1]] == [loss.item() for loss in runs[1][1]]
 
 
+class ReadsInSomeSteps(Classifier):
+    steps = (52,)
+    """Counted from 1; the 52nd step is the one that is captured, and no watched step reads."""
+    count = 0
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        type(self).count += 1
+        if type(self).count in self.steps:
+            loss.item()
+        return loss
+
+
+@pytest.fixture
+def reading():
+    class Net(ReadsInSomeSteps):
+        pass
+
+    return Net
+
+
 @pytest.mark.usefixtures("device_graphs")
-def test_an_operation_that_a_graph_refuses_is_taken_back_and_named(tmp_path):
-    calls = []
+def test_a_step_that_a_graph_refused_is_taken_back_and_captured_at_the_next_try(tmp_path, reading):
+    run = both(tmp_path, reading)
+    assert codes(run) == {"optimizer-outside"}
+    assert run.report.steps_replayed > 20
 
-    class Net(Classifier):
-        def training_step(self, batch, batch_idx):
-            loss = self.loss(batch)
-            calls.append(None)
-            if len(calls) == 52:  # once, while the step is being captured: neither watched step does it
-                loss.item()
-            return loss
 
-    eager = fit(tmp_path, Net, "off")
-    captured = fit(tmp_path, Net, "graph")
-    assert_same(eager, captured)
-    (reason,) = [reason for reason in captured.report.fallbacks if reason.code == "untraceable"]
+@pytest.mark.usefixtures("device_graphs")
+def test_a_step_that_a_graph_refuses_twice_stays_eager_and_is_named(tmp_path, reading):
+    reading.steps = (52, 54)  # the 53rd is the first one again, eagerly
+    run = both(tmp_path, reading)
+    (reason,) = [reason for reason in run.report.fallbacks if reason.code == "untraceable"]
     assert "not permitted when stream is capturing" in reason.message
+    assert run.report.steps_replayed == 0
+
+
+@pytest.mark.usefixtures("device_graphs")
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_lowered_step_is_captured_in_a_graph(tmp_path, monkeypatch, window):
+    # The stand-in sees ATen's operations only, so they stay what they are instead of becoming kernels.
+    monkeypatch.setattr(zdtrain.step.tape, "lower", lambda graph, arguments: graph.forward)
+    options = {"loader": lambda: batches(12, rest=3), "accumulate_grad_batches": window, "max_epochs": 6}
+    eager, lowered = (fit(tmp_path, Adam, capture, **options) for capture in ("off", "compile"))
+    assert first_mismatch(eager.weights, lowered.weights, exact=False) is None
+    assert first_mismatch(eager.metrics, lowered.metrics, exact=False) is None
+    assert torch.equal(eager.rng, lowered.rng)
+    assert not codes(lowered)
+    assert all(program.memory_bytes > 0 for program in lowered.report.programs)
+
+
+def test_a_lowered_step_runs_nothing_before_its_graph_does():
+    total, x = torch.zeros(2), torch.ones(2)
+
+    def step():
+        total.add_(nn.functional.dropout(x))
+        x.mul_(2)
+        return [total.sum()]
+
+    torch.manual_seed(3)
+    tape = record(step, [x], LoweredTape)
+    want, rng = total.clone(), torch.get_rng_state()
+    total.zero_(), x.fill_(1)
+    torch.manual_seed(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zdtrain.step.tape, "lower", lambda graph, arguments: graph.forward)
+        program = LoweredGraphProgram(tape, GraphRuntime())
+        other = torch.ones(2)
+        (result,) = program.run([other])
+    assert torch.equal(total, want)
+    assert torch.equal(result, want.sum())
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert other.tolist() == [2.0, 2.0]  # what the step writes to its input reaches it
+
+
+@pytest.mark.usefixtures("device_graphs")
+def test_the_report_tells_the_memory_of_each_program(tmp_path):
+    run = fit(tmp_path, Adam, "graph", loader=lambda: batches(12, rest=3))
+    small, large = sorted(run.report.programs, key=lambda program: program.memory_bytes)
+    assert "(3, 8)" in small.key
+    assert 3 * FEATURES * 4 < small.memory_bytes < large.memory_bytes
+    assert readable(large.memory_bytes) in run.report.table()
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(None, ""), (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB")]
+)
+def test_memory_is_told_in_units_that_people_read(size, text):
+    assert readable(size) == text
 
 
 def test_an_input_of_another_shape_is_refused_instead_of_broadcast():

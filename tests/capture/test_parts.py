@@ -18,7 +18,7 @@ from zdtrain.step.key import fingerprint, flatten_batch, frozen, signature, unfl
 from zdtrain.step.noted import NotedIndex
 from zdtrain.step.program import LeastRecentlyUsed
 from zdtrain.step.session import MAX_PROGRAMS, CaptureSession
-from zdtrain.step.tape import record
+from zdtrain.step.tape import Tape, record
 from zdtrain.step.verify import Saved, first_mismatch
 from zdtrain.step.watch import HostAccess, Watch, difference
 
@@ -203,7 +203,7 @@ def test_a_tape_replays_into_the_same_tensors_and_makes_literals_anew():
         state.add_(total)
         return [total, None]
 
-    tape = record(step, [x, None])
+    tape = record(step, [x, None], Tape)
     assert tape.used == [0]
     assert state.item() == 3
     for _ in range(2):
@@ -216,7 +216,7 @@ def test_a_tape_replays_into_the_same_tensors_and_makes_literals_anew():
 def test_a_tape_draws_from_the_same_generator():
     x = torch.ones(100)
     torch.manual_seed(3)
-    tape = record(lambda: [nn.functional.dropout(x)], [x])
+    tape = record(lambda: [nn.functional.dropout(x)], [x], Tape)
     torch.manual_seed(3)
     replayed = tape.run([x])[0]
     torch.manual_seed(3)

@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ class FakeCuda:
         self.default = self.current = "default"
         self.num_streams = 0
         self.debug_mode = "default"
+        self.num_captures = self.num_pools = self.reserved = 0
+        self.refuses = False
+        """Whether the next capture ends in an error, as after an operation that CUDA refused."""
 
     def install(self, monkeypatch) -> None:
         fake = self
@@ -44,11 +48,17 @@ class FakeCuda:
                 fake.calls.append("host waits for event")
 
         class CUDAGraph:
+            has_ended = False
+
             def replay(self):
                 fake.calls.append(f"replay on {fake.current}")
 
             def reset(self):
                 fake.calls.append("reset")
+
+            def pool(self):
+                if not self.has_ended:
+                    raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
 
         @contextmanager
         def stream(new):
@@ -59,8 +69,21 @@ class FakeCuda:
 
         @contextmanager
         def graph(graph, *, pool, stream, capture_error_mode):
-            fake.calls.append(f"capture on {stream} in {pool}, {capture_error_mode}")
-            yield
+            if fake.num_captures:  # the first one anchors the pool
+                fake.calls.append(f"capture on {stream} in {pool}, {capture_error_mode}")
+            fake.num_captures += 1
+            fake.reserved //= 2  # the cache is emptied
+            try:
+                yield
+            finally:
+                refuses, fake.refuses = fake.refuses, False
+                if refuses:
+                    raise RuntimeError("capture_end: operation failed due to a previous error during capture")
+                graph.has_ended = True
+
+        def pool_handle():
+            fake.num_pools += 1
+            return f"pool{fake.num_pools}"
 
         fake.default = fake.current = Stream("default")
         names = {
@@ -69,7 +92,8 @@ class FakeCuda:
             "CUDAGraph": CUDAGraph,
             "stream": stream,
             "graph": graph,
-            "graph_pool_handle": lambda: "pool",
+            "graph_pool_handle": pool_handle,
+            "memory_reserved": lambda device: fake.reserved,
             "current_device": lambda: 0,
             "current_stream": lambda device: fake.current,
             "default_stream": lambda device: fake.default,
@@ -80,6 +104,11 @@ class FakeCuda:
         }
         for name, value in names.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            note = partial(lambda name, index, pool: fake.calls.append(f"{name} {index} {pool}"), name)
+            monkeypatch.setattr(torch._C, name, note, raising=False)
+        zeros = torch.zeros
+        monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **options: zeros(*size, **options))
 
 
 @pytest.fixture
@@ -133,14 +162,63 @@ def test_graphs_are_captured_on_the_training_stream_in_one_pool_with_the_collect
             assert gc.isenabled()
             graph.replay()
             graph.reset()
-    capture = ["capture on side1 in pool, thread_local", "replay on side1", "reset"]
+    capture = ["capture on side1 in pool1, thread_local", "replay on side1", "reset"]
     assert cuda.calls[2:-1] == capture * 2
 
 
-def test_the_collector_runs_again_after_a_capture_that_failed(runtime):
-    with runtime.training(), pytest.raises(RuntimeError, match="illegal"), runtime.graph().capture():
-        raise RuntimeError("illegal")
-    assert gc.isenabled()
+def test_a_graph_tells_by_how_much_the_pool_grew(runtime, cuda):
+    cuda.reserved = 4096
+    with runtime.training():
+        graph = runtime.graph()
+        with graph.capture():
+            cuda.reserved += 300
+    assert graph.memory_bytes == 300
+
+
+def test_a_released_pool_is_followed_by_another(runtime, cuda):
+    with runtime.training():
+        with runtime.graph().capture():
+            pass
+        runtime.release_pool()
+        with runtime.graph().capture():
+            pass
+    assert [call for call in cuda.calls if call.startswith("capture")] == [
+        "capture on side1 in pool1, thread_local",
+        "capture on side1 in pool2, thread_local",  # its anchor
+        "capture on side1 in pool2, thread_local",
+    ]
+
+
+def test_a_body_that_fails_leaves_the_pool_as_it_is(runtime, cuda):
+    with runtime.training():
+        with pytest.raises(RuntimeError, match="illegal"), runtime.graph().capture():
+            raise RuntimeError("illegal")
+        assert gc.isenabled()
+        with runtime.graph().capture():
+            pass
+    assert cuda.calls[2:-1] == [
+        "capture on side1 in pool1, thread_local",
+        "reset",
+        "capture on side1 in pool1, thread_local",
+    ]
+
+
+def test_a_refused_operation_takes_the_allocator_and_the_generator_back(runtime, cuda):
+    with runtime.training():
+        runtime.pool()
+        cuda.refuses = True
+        with pytest.raises(RuntimeError, match="previous error during capture"), runtime.graph().capture():
+            raise RuntimeError("operation not permitted when stream is capturing")
+        assert gc.isenabled()
+        with runtime.graph().capture():
+            pass
+    assert cuda.calls[2:-1] == [
+        "capture on side1 in pool1, thread_local",
+        "_cuda_endAllocateToPool 0 pool1",
+        "_cuda_releasePool 0 pool1",
+        "capture on side1 in pool2, thread_local",  # a capture that succeeds: the generator draws again
+        "capture on side1 in pool2, thread_local",
+    ]
 
 
 def test_the_default_stream_cannot_be_captured(runtime):

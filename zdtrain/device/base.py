@@ -76,6 +76,10 @@ class Graph(Protocol):
     def reset(self) -> None:
         """Free the graph and its share of the memory pool."""
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes by which the pool grew for it; memory that earlier graphs had left free is not counted."""
+
 
 class Runtime(Protocol):
     """One device, seen through the few calls that training needs."""
@@ -134,6 +138,9 @@ class Runtime(Protocol):
         Raises:
             UnsupportedError: The device has no graphs.
         """
+
+    def release_pool(self) -> None:
+        """Let go of the memory pool of graphs, which is free for others once they are gone."""
 
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured."""

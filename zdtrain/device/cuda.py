@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class CudaGraph:
     def __init__(self, runtime: "CudaRuntime") -> None:
         self._runtime = runtime
         self._graph = torch.cuda.CUDAGraph()
+        self._growth = 0
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -51,17 +53,26 @@ class CudaGraph:
         Raises:
             ConfigError: The current stream is the default stream, which CUDA cannot capture.
         """
-        stream = self._runtime.raw_stream("train")
-        if stream == torch.cuda.default_stream(self._runtime.device):
+        runtime = self._runtime
+        stream = runtime.raw_stream("train")
+        if stream == torch.cuda.default_stream(runtime.device):
             raise ConfigError(
                 "a CUDA graph cannot be captured on the default stream; run training inside runtime.training()"
             )
-        # thread_local: a pin-memory thread may query its own events while this thread captures.
-        region = torch.cuda.graph(
-            self._graph, pool=self._runtime.pool(), stream=stream, capture_error_mode="thread_local"
-        )
-        with collector_frozen(), region:
-            yield
+        pool = runtime.pool()
+        try:
+            with collector_frozen(), runtime.recording(self._graph, pool):
+                before = torch.cuda.memory_reserved(runtime.device)  # behind the emptying of the allocator's cache
+                yield
+                self._growth = torch.cuda.memory_reserved(runtime.device) - before
+        except BaseException:
+            runtime.recover(self._graph)
+            raise
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes by which the pool grew for it; memory that graphs before it had left free is not counted."""
+        return self._growth
 
     def replay(self) -> None:
         """Enqueue the captured work on the current stream."""
@@ -70,6 +81,16 @@ class CudaGraph:
     def reset(self) -> None:
         """Free the graph and its share of the memory pool."""
         self._graph.reset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """The memory that graphs share."""
+
+    handle: Any
+    """Torch's opaque name for it."""
+    anchor: torch.cuda.CUDAGraph
+    """Keeps it in use."""
 
 
 class CudaRuntime:
@@ -81,17 +102,52 @@ class CudaRuntime:
         self.is_immediate = False
         self.counters = Counters()
         self._streams: dict[str, torch.cuda.Stream] = {}
-        self._pool: Any = None  # torch's opaque pool handle
+        self._pool: Pool | None = None
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def raw_stream(self, name: StreamName) -> torch.cuda.Stream:
         """Return the torch stream behind `name`; ``"train"`` is the current one."""
         return torch.cuda.current_stream(self.device) if name == "train" else self._side(name)
 
     def pool(self) -> Any:
-        """Return the memory pool that all graphs of this runtime share."""
+        """Return the memory pool that all graphs of this runtime share; made on the stream that they are captured on.
+
+        A graph that does next to nothing anchors it: torch refuses to capture into a pool whose graphs are all gone
+        while tensors still lie in it, as gradients do.
+        """
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
+            handle, anchor = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+            with self.recording(anchor, handle):
+                torch.zeros(1, device=self.device)
+            self._pool = Pool(handle=handle, anchor=anchor)
+        return self._pool.handle
+
+    def release_pool(self) -> None:
+        """Let go of the pool: its memory is free for others once its graphs are gone, too."""
+        self._pool = None
+
+    def recording(self, graph: torch.cuda.CUDAGraph, pool: Any) -> AbstractContextManager[None]:
+        """Record the body's work on the current stream into `graph`, with its memory in `pool`."""
+        # thread_local: a pin-memory thread may query its own events while this thread captures.
+        return torch.cuda.graph(graph, pool=pool, stream=self.raw_stream("train"), capture_error_mode="thread_local")
+
+    def recover(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Put right what a failed capture leaves behind.
+
+        Where CUDA refused an operation, torch's ``capture_end`` gives up half-way. The allocator would go on asking
+        `graph` which allocations are for the pool, so `graph` has to stay alive and later graphs need another pool. In
+        torch 2.11 the random generator, too, takes itself to be captured and refuses to draw until a capture succeeds;
+        that of the new pool's anchor does.
+        """
+        if has_ended(graph):  # only the body failed
+            graph.reset()
+            return
+        self._failed.append(graph)
+        pool, self._pool = self._pool, None
+        assert pool is not None
+        torch._C._cuda_endAllocateToPool(self.device.index, pool.handle)
+        torch._C._cuda_releasePool(self.device.index, pool.handle)
+        self.pool()
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -177,6 +233,15 @@ class CudaRuntime:
         if stream is None:
             stream = self._streams[name] = torch.cuda.Stream(self.device)
         return stream
+
+
+def has_ended(graph: torch.cuda.CUDAGraph) -> bool:
+    """Return whether the capture of `graph` came to its end, so that torch has let go of its pool."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextmanager

@@ -88,6 +88,9 @@ class HostRuntime:
             f"device {self.device} has no graphs to capture; on a host the step is replayed from an op tape"
         )
 
+    def release_pool(self) -> None:
+        """Do nothing: the host has no pool."""
+
     def is_capturing(self) -> bool:
         """Return False."""
         return False

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from zdtrain.errors import FallbackReason
 from zdtrain.step.carried import Carried
 from zdtrain.step.fingerprints import Fingerprints
-from zdtrain.step.graph import capture_graph
+from zdtrain.step.graph import LoweredGraphProgram, capture_graph
 from zdtrain.step.host import HostLooks, change_reasons
 from zdtrain.step.key import describe, flatten_batch, signature, unflatten_batch
 from zdtrain.step.noted import NotedIndex, NotedLog
@@ -23,9 +23,9 @@ from zdtrain.step.program import Part, Program
 from zdtrain.step.recording import Recorder, Recording
 from zdtrain.step.results import StepResults
 from zdtrain.step.rollback import HostState
-from zdtrain.step.session import MAX_MISFITS, WATCHED_STEPS, CaptureSession, Entry
+from zdtrain.step.session import MAX_FAILURES, MAX_MISFITS, WATCHED_STEPS, CaptureSession, Entry
 from zdtrain.step.surroundings import Surroundings
-from zdtrain.step.tape import record
+from zdtrain.step.tape import LoweredTape, Tape, record
 from zdtrain.step.verify import Saved, first_mismatch, rng_mismatch
 
 Region = Callable[[], Any]
@@ -245,7 +245,9 @@ class Capturing(ABC):
             saved.restore()
             self._batch = batch
             self._eagerly(region)
-            session.refuse(entry, [failure("recording the step failed", error)])
+            entry.failures += 1
+            if not session.device_graphs or entry.failures == MAX_FAILURES:
+                session.refuse(entry, [failure("recording the step failed", error)])
             return
         entry.recording = Recording(
             program, recorder, updates=entry.updates, covers=covers, inputs=inputs, n_leaves=len(self._tensor_leaves)
@@ -260,8 +262,11 @@ class Capturing(ABC):
 
     def _record(self, entry: Entry, recorded: Callable[[], list[Any]], inputs: list[Tensor | None]) -> Program:
         session, first = self._session, len(self._tensor_leaves)
-        if not session.device_graphs or session.capture == "compile":
-            return record(recorded, inputs, lowered=session.capture == "compile")
+        if session.capture == "compile":
+            tape = record(recorded, inputs, LoweredTape)
+            return LoweredGraphProgram(tape, session.runtime) if session.device_graphs else tape
+        if not session.device_graphs:
+            return record(recorded, inputs, Tape)
         used = [*range(first), *range(first + self._n_unread(), len(inputs))]
         program = capture_graph(recorded, inputs, used, lambda static: self._put(entry, static), session.runtime)
         self._put(entry, {index: tensor for index in program.used[first:] if (tensor := inputs[index]) is not None})

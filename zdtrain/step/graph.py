@@ -1,12 +1,13 @@
 """A step captured in a device graph: fixed input buffers, one launch, outputs that the next launch overwrites."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zdtrain.device.base import Graph, Runtime
+from zdtrain.step.tape import LoweredTape
 
 Outputs = list[Any]
 
@@ -21,7 +22,6 @@ class GraphProgram:
         outputs: Tensors that the graph writes; every run overwrites them.
     """
 
-    kind = "graph"
     overwrites = True
 
     def __init__(self, graph: Graph, static: dict[int, Tensor], written: list[int], outputs: Outputs) -> None:
@@ -34,6 +34,11 @@ class GraphProgram:
     def __len__(self) -> int:
         """Return 0: a device graph does not tell how many operations it holds."""
         return 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the input buffers, and by which the pool of graphs grew."""
+        return self._graph.memory_bytes + sum(buffer.nbytes for buffer in self._static.values())
 
     @torch.no_grad()
     def run(self, inputs: Sequence[Tensor | None]) -> Outputs:
@@ -57,12 +62,58 @@ class GraphProgram:
         return self._outputs
 
 
+class LoweredGraphProgram:
+    """A lowered tape inside a device graph: compiled, tried on copies and captured when it runs for the first time.
+
+    Args:
+        tape: The recorded step.
+        runtime: The device door. Callers of `run` are inside ``runtime.training()``.
+    """
+
+    overwrites = True
+
+    def __init__(self, tape: LoweredTape, runtime: Runtime) -> None:
+        self.used = tape.used
+        self._tape = tape
+        self._runtime = runtime
+        self._program: GraphProgram | None = None
+
+    def __len__(self) -> int:
+        """Return the number of recorded operations."""
+        return len(self._tape)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """See `GraphProgram.memory_bytes`; None until it is captured."""
+        return None if self._program is None else self._program.memory_bytes
+
+    def run(self, inputs: Sequence[Tensor | None]) -> Outputs:
+        """Run it on inputs of the recorded layout."""
+        if self._program is None:
+            self._program = self._capture(inputs)
+        return self._program.run(inputs)
+
+    @torch.no_grad()
+    def _capture(self, inputs: Sequence[Tensor | None]) -> GraphProgram:
+        tape, runtime = self._tape, self._runtime
+        lowered = tape.lower(inputs)
+        random = runtime.rng_state()
+        lowered(*[static_copy(argument) for argument in tape.arguments(inputs)])  # kernels load when first launched
+        runtime.restore_rng(random)
+        static: dict[int, Tensor] = {}
+        return capture_graph(
+            lambda: lowered(*tape.arguments(static)), inputs, self.used, static.update, runtime, written=tape.written
+        )
+
+
 def capture_graph(
     function: Callable[[], Outputs],
     inputs: Sequence[Tensor | None],
     used: Sequence[int],
     put: Callable[[dict[int, Tensor]], None],
     runtime: Runtime,
+    *,
+    written: Collection[int] = (),
 ) -> GraphProgram:
     """Capture `function` without running it: its Python runs, the device's work is only recorded.
 
@@ -72,6 +123,7 @@ def capture_graph(
         used: Indices of those that it reads.
         put: Puts tensors in the places of those inputs.
         runtime: The device door. The caller is inside ``runtime.training()``.
+        written: Indices of those that it is known to write to; tensors know what ATen's operations wrote to.
     """
     static = {index: static_copy(tensor) for index in used if (tensor := inputs[index]) is not None}
     versions = {index: tensor._version for index, tensor in static.items()}
@@ -79,8 +131,8 @@ def capture_graph(
     put(static)
     with graph.capture():
         outputs = function()
-    written = [index for index, tensor in static.items() if tensor._version != versions[index]]
-    return GraphProgram(graph, static, written, outputs)
+    changed = [index for index, tensor in static.items() if tensor._version != versions[index] or index in written]
+    return GraphProgram(graph, static, changed, outputs)
 
 
 @torch.no_grad()

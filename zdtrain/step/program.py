@@ -12,8 +12,6 @@ from torch import Tensor
 class Program(Protocol):
     """A captured function of tensors that also writes to tensors in place."""
 
-    kind: str
-    """``"graph"`` or ``"compile"``."""
     overwrites: bool
     """Whether a run writes its outputs over those of the run before."""
     used: list[int]
@@ -21,6 +19,10 @@ class Program(Protocol):
 
     def __len__(self) -> int:
         """Return the number of recorded operations."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Bytes of device memory that it keeps between runs; None where it keeps none of its own."""
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Any]:
         """Run it on inputs of the captured layout; return its outputs."""

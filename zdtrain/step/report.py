@@ -21,6 +21,9 @@ class ProgramReport:
     """How often it was captured."""
     replays: int
     """Steps that it ran."""
+    memory_bytes: int | None
+    """Device memory that it keeps between replays: input buffers, and by how much the pool of graphs grew for it. None
+    on the host, where a replay allocates and frees like the step itself, and for a program that was given up."""
     capture_seconds: float
     """Host time of the captures, compilation included."""
     verification: str
@@ -29,6 +32,18 @@ class ProgramReport:
     """How often it was compared with an eager step."""
     verify_seconds: float
     """Host time of the comparisons."""
+
+    def row(self) -> tuple[str, ...]:
+        """Return the program's line of the table."""
+        return (
+            self.key,
+            str(self.replays),
+            str(self.captures),
+            f"{self.capture_seconds:.2f}",
+            readable(self.memory_bytes),
+            self.verification,
+            f"{self.verify_seconds:.2f}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,25 +65,22 @@ class CaptureReport:
 
     def table(self) -> str:
         """Return the report as a short table."""
-        from rich.console import Console
-        from rich.table import Table
+        rows = [
+            ("program", "replays", "captures", "capture s", "memory", "verified", "verify s"),
+            *(program.row() for program in self.programs),
+            ("eager", str(self.steps_eager), "", "", "", "", ""),
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        title = f"Captured steps (capture={self.capture!r})"
+        return "\n".join(
+            [title, lines[0], "-" * len(lines[0]), *lines[1:], *(f"- {reason}" for reason in self.fallbacks)]
+        )
 
-        table = Table(title=f"Captured steps (capture={self.capture!r})", title_justify="left")
-        for column in ("program", "replays", "captures", "capture s", "verified", "verify s"):
-            table.add_column(column)
-        for program in self.programs:
-            table.add_row(
-                program.key,
-                str(program.replays),
-                str(program.captures),
-                f"{program.capture_seconds:.2f}",
-                program.verification,
-                f"{program.verify_seconds:.2f}",
-            )
-        table.add_row("eager", str(self.steps_eager), "", "", "", "")
-        console = Console(width=110, highlight=False)
-        with console.capture() as captured:
-            console.print(table)
-            for reason in self.fallbacks:
-                console.print(f"- {reason}", markup=False, soft_wrap=True)
-        return captured.get().rstrip()
+
+def readable(size: int | None) -> str:
+    """Return a number of bytes in words, an empty string for None."""
+    if size is None:
+        return ""
+    unit = min(3, max(0, (size.bit_length() - 1) // 10))
+    return f"{size / 1024**unit:.{min(unit, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[unit]}"

@@ -19,6 +19,7 @@ from zdtrain.step.report import CaptureReport, ProgramReport
 MAX_PROGRAMS = 8
 WATCHED_STEPS = 2
 MAX_MISFITS = 4
+MAX_FAILURES = 2  # another thread's work on the device may spoil a capture
 MANY_KEYS = 4 * MAX_PROGRAMS
 MAX_FINGERPRINTS = 64
 
@@ -41,6 +42,8 @@ class Entry:
     """Why these steps stay eager."""
     recording: Recording | None = None
     """The captured step."""
+    failures: int = 0
+    """Captures that failed."""
     misfits: int = 0
     """Steps since the last replay that the program could not run."""
     verified_in: int | None = None
@@ -64,6 +67,7 @@ class Entry:
             includes_optimizer=self.includes_optimizer,
             captures=self.captures,
             replays=self.replays,
+            memory_bytes=None if self.recording is None else self.recording.program.memory_bytes,
             capture_seconds=self.capture_seconds,
             verification=self.verification,
             verifications=self.verifications,
@@ -172,6 +176,7 @@ class CaptureSession:
         for entry in self._entries.entries.values():
             self._keep_report(entry)
         self._entries.entries.clear()
+        self.runtime.release_pool()
 
     def _keep_report(self, entry: Entry) -> None:
         if entry.captures:

@@ -1,7 +1,7 @@
 """The op tape: a step's ATen operations, recorded while the step runs, replayed without its Python."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch._inductor
@@ -11,11 +11,11 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+Inputs = Sequence[Tensor | None] | Mapping[int, Tensor]
 Outputs = list[Any]
 Function = Callable[[], Outputs]
 
 INDUCTOR_OPTIONS: dict[str, Any] = {
-    "cpp_wrapper": True,
     "size_asserts": False,
     "alignment_asserts": False,
     "fallback_random": True,  # draw dropout from torch's generator, as the eager step does
@@ -28,13 +28,15 @@ class Tape:
     Args:
         graph: The recorded operations.
         positions: Where the graph's inputs are among those of `run`.
+        written: Indices of inputs that it writes to.
     """
 
-    kind = "graph"
     overwrites = False
+    memory_bytes = None  # a run allocates and frees like the step itself
 
-    def __init__(self, graph: fx.GraphModule, positions: Sequence[int]) -> None:
+    def __init__(self, graph: fx.GraphModule, positions: Sequence[int], written: Collection[int] = ()) -> None:
         self.used = _drop_unused(graph, positions)
+        self.written = frozenset(written)
         self.constants = _lift_constants(graph)  # parameters, buffers, optimizer state: by reference, not copies
         self._graph = graph
         self._replay: Callable[..., Outputs] = graph.forward
@@ -43,34 +45,53 @@ class Tape:
         """Return the number of operations."""
         return sum(node.op == "call_function" for node in self._graph.graph.nodes)
 
-    def run(self, inputs: Sequence[Tensor | None]) -> Outputs:
+    def run(self, inputs: Inputs) -> Outputs:
         """Run the operations on `inputs`, which must have the layout that was recorded."""
         with torch.no_grad():
-            return self._replay(*[inputs[index] for index in self.used], *self.constants)
+            return self._replay(*self.arguments(inputs))
+
+    def arguments(self, inputs: Inputs) -> list[Any]:
+        """Return what the operations work on: the inputs that they read, then all else."""
+        return [*[inputs[index] for index in self.used], *self.constants]
 
 
 class LoweredTape(Tape):
     """A tape compiled by Inductor. Results agree with the tape up to rounding, not bit for bit."""
 
-    kind = "compile"
-
-    def __init__(self, graph: fx.GraphModule, positions: Sequence[int]) -> None:
-        super().__init__(graph, positions)
+    def __init__(self, graph: fx.GraphModule, positions: Sequence[int], written: Collection[int] = ()) -> None:
+        super().__init__(graph, positions, written)
         for node in graph.graph.nodes:
             node.meta.clear()  # the tracer's stand-ins for tensors are of no use to the compiler
-        self._replay = self._compile
+        self._replay = self._lower_and_run
 
-    def _compile(self, *arguments: Tensor) -> Outputs:
-        # Inductor itself, not torch.compile: there is no Python left to guard, and Dynamo's frame costs as much as a
-        # third of a small program.
-        shapes = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # without one Inductor's cache is passed by
-        with tracing(TracingContext(shapes)):
-            compiled: Any = torch._inductor.compile(self._graph, list(arguments), options=INDUCTOR_OPTIONS)
-        self._replay = compiled
+    def _lower_and_run(self, *arguments: Tensor) -> Outputs:
+        self._replay = lower(self._graph, arguments)
         return self._replay(*arguments)
 
+    def lower(self, inputs: Inputs) -> Callable[..., Outputs]:
+        """Compile it for inputs of this layout; nothing is run. Returns a function of `arguments`."""
+        return lower(self._graph, self.arguments(inputs))
 
-def record(function: Function, inputs: Sequence[Tensor | None], *, lowered: bool = False) -> Tape:
+
+Kind = TypeVar("Kind", bound=Tape)
+
+
+def lower(graph: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Outputs]:
+    """Compile the operations for arguments of this layout."""
+    # Inductor itself, not torch.compile: there is no Python left to guard, and Dynamo's frame costs as much as a
+    # third of a small program.
+    on_host = all(argument.device.type == "cpu" for argument in arguments)
+    options = {
+        **INDUCTOR_OPTIONS,
+        "cpp_wrapper": on_host,
+    }  # a device graph leaves no launches for a wrapper to speed up
+    shapes = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # without one Inductor's cache is passed by
+    with tracing(TracingContext(shapes)):
+        compiled: Any = torch._inductor.compile(graph, list(arguments), options=options)
+    return compiled  # type: ignore[no-any-return]
+
+
+def record(function: Function, inputs: Sequence[Tensor | None], kind: type[Kind]) -> Kind:
     """Run `function` once and return its operations.
 
     The function runs for real: everything it does to tensors and to Python objects is done.
@@ -78,14 +99,16 @@ def record(function: Function, inputs: Sequence[Tensor | None], *, lowered: bool
     Args:
         function: Takes nothing; returns tensors and None.
         inputs: The tensors it works on that a replay will have others for; None where there is none.
-        lowered: Compile the operations.
+        kind: `Tape`, or `LoweredTape` to have the operations compiled.
     """
     positions = [index for index, tensor in enumerate(inputs) if tensor is not None]
+    versions = {index: tensor._version for index, tensor in enumerate(inputs) if tensor is not None}
     graph: fx.GraphModule = make_fx(lambda *_: function())(*[inputs[index] for index in positions])
     for node in reversed(list(graph.graph.nodes)):
         if "profiler" in str(node.target):
             graph.graph.erase_node(node)
-    return (LoweredTape if lowered else Tape)(graph, positions)
+    written = [index for index, version in versions.items() if inputs[index]._version != version]  # type: ignore[union-attr]
+    return kind(graph, positions, written)
 
 
 def _drop_unused(graph: fx.GraphModule, positions: Sequence[int]) -> list[int]:
