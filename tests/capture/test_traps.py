@@ -102,6 +102,17 @@ class AppendsToGlobalList(Deterministic):
         return loss
 
 
+class SumsInList(Deterministic):
+    def __init__(self):
+        super().__init__()
+        self.sums = [torch.zeros(())]
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.sums[0].add_(loss.detach())  # trap
+        return loss + self.sums[0]
+
+
 class LogsChangingFloat(Deterministic):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -262,6 +273,7 @@ class WeighsByList(Deterministic):
 
 
 TRAPS = {
+    SumsInList: "outside-write",
     ReplacesLearningRate: "lr-replaced",
     ReplacesFusedLearningRate: "lr-replaced",
     ReplacesWeightDecay: "lr-replaced",

@@ -27,6 +27,7 @@ from zdtrain.step.session import MAX_FAILURES, MAX_MISFITS, WATCHED_STEPS, Captu
 from zdtrain.step.surroundings import Surroundings
 from zdtrain.step.tape import LoweredTape, Tape, record
 from zdtrain.step.verify import Saved, first_mismatch, rng_mismatch
+from zdtrain.step.watch import reason_at, storage_of
 
 Region = Callable[[], Any]
 
@@ -79,9 +80,22 @@ class Capturing(ABC):
     def _looks(self) -> HostLooks:
         """Return what a replay would not change."""
 
-    def _reasons_against(self, seen: Observation) -> Iterator[FallbackReason]:  # noqa: ARG002
-        """Yield what a subclass has against recording a step that was watched."""
-        yield from ()
+    def _reasons_against(self, seen: Observation) -> Iterator[FallbackReason]:
+        """Yield what speaks against recording a step that was watched, besides what the watch itself found."""
+        around = self._surroundings
+        known = {storage_of(t) for t in around.tensors(self._tensor_leaves).values() if t is not None}
+        known |= seen.known_storages()
+        for storage, operation in seen.watch.written.items():
+            if storage not in known:
+                what = (
+                    f"{operation.name} writes to a tensor that is no attribute of a module, so that no comparison "
+                    "can take it back: make it a buffer"
+                )
+                yield reason_at(operation.place, "outside-write", what)
+        for slot in around.slots():
+            if isinstance(slot.weight, Tensor):
+                what = f"self.log({slot.meta.name!r}, ..., batch_size=...) gets a tensor; give a number"
+                yield FallbackReason(code="logged-batch-size", message=what)
 
     def _n_unread(self) -> int:
         """Return how many of the gradients, from the first on, the step drops without reading them."""
@@ -183,10 +197,6 @@ class Capturing(ABC):
             if metric.is_tensor and metric._update_count != count:
                 what = f"self.log({metric.meta.name!r}, ..., enable_graph=True) keeps the graph of every step"
                 seen.reasons.append(FallbackReason(code="logged-graph", message=what))
-        for slot in around.slots():
-            if isinstance(slot.weight, Tensor):
-                what = f"self.log({slot.meta.name!r}, ..., batch_size=...) gets a tensor; give a number"
-                seen.reasons.append(FallbackReason(code="logged-batch-size", message=what))
         entry.observations.append(seen)
         if earlier is not None:
             session.refuse(entry, list(obstacles(earlier, seen)))

@@ -62,6 +62,7 @@ class Watch(TorchDispatchMode):
         self.host_reads = 0
         self.epoch_read = False
         self.outside: dict[int, tuple[Tensor, Operation]] = {}  # tensors that the step did not make, by storage
+        self.written: dict[int, Operation] = {}  # the first that writes to each of them
         self._boundary = boundary
         self._inputs = {storage_of(tensor) for tensor in inputs}
         self._made: dict[int, tuple[weakref.ref[Tensor], Location]] = {}  # by id
@@ -99,6 +100,8 @@ class Watch(TorchDispatchMode):
         if name in HOST_READS or full_name in HOST_READS or (name in MASKABLE and _counts_mask(name, args)):
             self._note_host_read(f"{name} with a mask" if name in MASKABLE else name, place)
         self._note_outside(tensors, operation)
+        if func._schema.is_mutable:
+            self._note_written(func, args, kwargs or {}, operation)
         out = func(*args, **(kwargs or {}))
         self._note_made(out, tensors, place)
         return out
@@ -120,6 +123,15 @@ class Watch(TorchDispatchMode):
             if storage and storage not in self._inputs:
                 self.outside.setdefault(storage, (tensor, operation))
 
+    def _note_written(self, func: Any, args: Any, kwargs: Any, operation: Operation) -> None:
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(tensor, Tensor) and (storage := storage_of(tensor)) in self.outside:
+                    self.written.setdefault(storage, operation)
+
     def _note_made(self, out: Any, tensors: list[Tensor], place: Location) -> None:
         arguments = {id(tensor) for tensor in tensors}
         for tensor in out if isinstance(out, tuple | list) else (out,):
@@ -130,6 +142,7 @@ class Watch(TorchDispatchMode):
         """Let go of everything but the reasons."""
         self.operations.clear()
         self.outside.clear()
+        self.written.clear()
         self._made.clear()
 
     def survivors(self, known: set[int]) -> Iterator[tuple[Tensor, Location]]:
