@@ -27,6 +27,8 @@ class TrainerOptions:
     hardware. The environment variable ZDTRAIN_CAPTURE, where it is set, wins."""
     verify_capture: bool = True
     """Compare every recorded step with an eager one before it is trusted, and again once an epoch."""
+    prefetch: bool = False
+    """Copy each batch to the device while the step before it runs, on a stream of its own."""
     monitors: Any = None
     """Conditions on the values of a step: a list of `zdtrain.monitors`, and functions from the row to a bool tensor."""
     max_lag_steps: int = 50
@@ -43,7 +45,7 @@ class TrainerOptions:
     accumulation window, and an early stop that was requested before ``min_epochs`` (docs/differences.md)."""
 
     def __post_init__(self) -> None:
-        for name in ("lightning_quirks", "verify_capture", "ema_validation"):
+        for name in ("lightning_quirks", "verify_capture", "prefetch", "ema_validation"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"trainer.{name}={value!r}: use True or False.")

@@ -43,6 +43,8 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
             which is ``"off"`` until device graphs have run on hardware. What cannot be recorded runs eagerly and is
             named in `capture_report`. The environment variable ZDTRAIN_CAPTURE wins.
         verify_capture: Compare every recorded step with an eager one before it is trusted, and again once an epoch.
+        prefetch: Copy each batch to the device while the step before it runs, on a stream of its own. Where that is not
+            possible, one line says why.
         monitors: Conditions on the values of a step that act in that very step: `zdtrain.monitors`, and functions from
             the row to a 0-D bool tensor.
         max_lag_steps: Steps that the host may be behind the device before it waits, where there are monitors.
@@ -69,6 +71,7 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
         scalars: dict[str, Any] | DeviceScalars | None = None,
         capture: Capture = "auto",
         verify_capture: bool = True,
+        prefetch: bool = False,
         monitors: Sequence[Monitor | Statistics] | None = None,
         max_lag_steps: int = 50,
         nonfinite: Nonfinite = "off",
@@ -82,6 +85,7 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
             scalars=scalars,
             capture=capture,
             verify_capture=verify_capture,
+            prefetch=prefetch,
             monitors=monitors,
             max_lag_steps=max_lag_steps,
             nonfinite=nonfinite,

@@ -56,7 +56,7 @@ def test_each_step_waits_for_its_own_copy():
 def test_the_lagging_device_would_notice_a_batch_read_before_its_copy():
     runtime = LaggingRuntime()
     prefetcher = DevicePrefetcher([torch.ones(2)], runtime=runtime)
-    ahead = prefetcher._fetch(iter(prefetcher.loader))
+    ahead = prefetcher._ahead._fetch(iter(prefetcher.loader))
     with runtime.watching(), pytest.raises(OrderError, match="read by"):
         ahead.batch.add(1)
 

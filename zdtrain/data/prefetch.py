@@ -1,7 +1,7 @@
 """Batches on the device before the step asks for them."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +56,7 @@ class DevicePrefetcher:
 
     def __init__(self, loader: Iterable[Any], *, runtime: Runtime) -> None:
         self.loader = loader
-        self._runtime = runtime
-        self._buffers = [_StagingBuffer(runtime), _StagingBuffer(runtime)]
-        self._next_buffer = 0
+        self._ahead = CopyAhead(runtime)
 
     @property
     def sampler(self) -> Any:
@@ -75,7 +73,24 @@ class DevicePrefetcher:
 
     def __iter__(self) -> Iterator[Any]:
         _warn_if_not_distributed(self.loader)
-        source = iter(self.loader)
+        return self._ahead.over(iter(self.loader))
+
+
+class CopyAhead:
+    """Copies the batches of an iterator to the device one ahead, in the order that `DevicePrefetcher` describes.
+
+    Args:
+        runtime: Where the batches go.
+        tell_idle: Called with the first batch if there is nothing in it to copy.
+    """
+
+    def __init__(self, runtime: Runtime, *, tell_idle: Callable[[Any], None] | None = None) -> None:
+        self._buffers = [_StagingBuffer(runtime), _StagingBuffer(runtime)]
+        self._next_buffer = 0
+        self._tell_idle = tell_idle
+
+    def over(self, source: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of `source`, on the device."""
         ahead = self._fetch(source)
         while True:
             current, ahead = ahead, None
@@ -99,6 +114,9 @@ class DevicePrefetcher:
             return _Failed(error)
         buffer = self._buffers[self._next_buffer]
         self._next_buffer = (self._next_buffer + 1) % len(self._buffers)
+        tell_idle, self._tell_idle = self._tell_idle, None
+        if tell_idle is not None and not any(_is_copied(leaf) for leaf in tree_leaves(batch)):
+            tell_idle(batch)
         return buffer.send(batch)
 
 

@@ -45,7 +45,11 @@ class EpochLoop(_TrainingEpochLoop):
 
     def run(self, data_fetcher: _DataFetcher) -> None:
         """Run an epoch."""
-        super().run(data_fetcher)
+        try:
+            super().run(data_fetcher)
+        finally:
+            if self.plan is not None:
+                self.plan.feed.close()
         if self.monitoring is not None:
             self.monitoring.settle(flush=True)
 
@@ -53,20 +57,26 @@ class EpochLoop(_TrainingEpochLoop):
         """Prepare the epoch, and resolve once what its steps need."""
         super().on_run_start(data_fetcher)
         reasons = list(reasons_for_stock(self.trainer, data_fetcher))
-        self.plan = None if reasons else StepPlan(self.trainer, data_fetcher)
+        self.plan = None if reasons else StepPlan(self.trainer, data_fetcher, self._say)
         for reason in reasons:
-            self._note(reason)
+            self._note(reason, "steps run on stock Lightning's loop: ")
+        if reasons and self.trainer.options.prefetch:
+            what = "prefetch= has no effect here: steps run on stock Lightning's loop"
+            self._say(FallbackReason(code="prefetch", message=what))
         if reasons and self.monitoring is not None:
             raise ConfigError(
                 "trainer.monitors, trainer.nonfinite and trainer.ema_decay need steps on zdtrain's own loop, but "
                 f"{reasons[0].message}. Lift that, or leave these options out."
             )
 
-    def _note(self, reason: FallbackReason) -> None:
+    def _note(self, reason: FallbackReason, what: str) -> None:
         if reason not in self.fallbacks:
             self.fallbacks.append(reason)
             self.trainer.tell(reason)
-            self._warning_cache.info(f"zdtrain: steps run on stock Lightning's loop: {reason}")
+            self._warning_cache.info(f"zdtrain: {what}{reason}")
+
+    def _say(self, reason: FallbackReason) -> None:
+        self._note(reason, "")
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Run one batch.

@@ -1,18 +1,17 @@
 """From the data loader to a batch on the device, past the layers that have nothing to do."""
 
+from collections import deque
+from itertools import islice
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.core.datamodule import LightningDataModule
-from lightning.pytorch.core.hooks import DataHooks
-from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 from torch import Tensor
 
-from zdtrain.step.hooks import overrides
-
-TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+from zdtrain.data.prefetch import CopyAhead
+from zdtrain.loop.ahead import overridden_transfers
+from zdtrain.loop.loader import OneLoader, has_one_sized_loader
 
 
 class Feed:
@@ -21,17 +20,19 @@ class Feed:
     Args:
         trainer: The Trainer, with its module attached.
         fetcher: The epoch's data fetcher.
+        copies: Copies batches to the device one ahead, if any.
     """
 
-    def __init__(self, trainer: Trainer, fetcher: _DataFetcher) -> None:
+    def __init__(self, trainer: Trainer, fetcher: _DataFetcher, copies: CopyAhead | None = None) -> None:
         self._fetcher = fetcher
         self._module = trainer.lightning_module
         self._device = trainer.strategy.root_device
         self._strategy = trainer.strategy
         precision = trainer.precision_plugin
         self._convert = None if type(precision).convert_input is Precision.convert_input else precision.convert_input
-        self._hooked = transfer_is_hooked(trainer)
-        self._next = self._next_of_one_loader if has_one_sized_loader(fetcher) else self._next_of_fetcher
+        self._hooked = any(overridden_transfers(trainer))
+        self._loader = OneLoader(fetcher, copies) if has_one_sized_loader(fetcher) else None
+        self._waiting: deque[Any] = deque()  # batches on the device whose steps are not due yet
 
     def next(self) -> Any:
         """Return the next batch, on the device.
@@ -39,7 +40,30 @@ class Feed:
         Raises:
             StopIteration: The epoch's batches are used up.
         """
-        batch = self._next()
+        loader = self._loader
+        if self._waiting and loader is not None:
+            loader.hand_out()
+            return self._waiting.popleft()
+        return self._move(self._next_of_fetcher() if loader is None else loader.next())
+
+    def peek(self, count: int) -> list[Any]:
+        """Return the next `count` batches, on the device, without handing them out; fewer where the epoch ends."""
+        missing = count - len(self._waiting)
+        if missing > 0 and self._loader is not None:
+            self._waiting.extend(self._move(batch) for batch in islice(self._loader.read_ahead(), missing))
+        return list(islice(self._waiting, count))
+
+    def close(self) -> None:
+        """Let go of batches that nobody will ask for."""
+        self._waiting.clear()
+        if self._loader is not None:
+            self._loader.close()
+
+    def _next_of_fetcher(self) -> Any:
+        batch, _, _ = next(self._fetcher)
+        return batch
+
+    def _move(self, batch: Any) -> Any:
         if self._convert is not None:
             batch = self._convert(batch)
         if not self._hooked:
@@ -47,26 +71,6 @@ class Feed:
             if resident is not None:
                 return resident
         return self._transfer(batch)
-
-    def _next_of_fetcher(self) -> Any:
-        batch, _, _ = next(self._fetcher)
-        return batch
-
-    def _next_of_one_loader(self) -> Any:
-        fetcher = self._fetcher
-        if fetcher.done:
-            raise StopIteration
-        modes: Any = fetcher.iterator._iterator  # type: ignore[union-attr]
-        try:
-            batch = next(modes.iterators[0])
-        except StopIteration:
-            modes._consumed[0] = True
-            fetcher.done = True
-            raise
-        modes._idx += 1
-        fetcher.fetched += 1
-        fetcher.done = fetcher.fetched >= fetcher.length  # type: ignore[operator]
-        return batch
 
     def _resident(self, batch: Any) -> Any | None:
         """Return a flat batch whose tensors are all on the device already; None where something has to move.
@@ -94,24 +98,3 @@ class Feed:
         batch = self._strategy.batch_to_device(batch, dataloader_idx=0)
         attributes["_current_fx_name"] = previous
         return batch
-
-
-def has_one_sized_loader(fetcher: _DataFetcher) -> bool:
-    """Return whether all layers between `fetcher` and the loader pass batches on unchanged."""
-    combined: Any = fetcher.iterator
-    return (
-        type(fetcher) is _PrefetchDataFetcher
-        and fetcher.length is not None
-        and not fetcher.batches
-        and type(combined._iterator) is _MaxSizeCycle
-        and len(combined.flattened) == 1
-        and combined.iterables is combined.flattened[0]
-    )
-
-
-def transfer_is_hooked(trainer: Trainer) -> bool:
-    """Return whether the module or the data module overrides a batch-transfer hook."""
-    module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
-    if any(overrides(module, name, DataHooks) for name in TRANSFER_HOOKS):
-        return True
-    return data is not None and any(overrides(data, name, LightningDataModule) for name in TRANSFER_HOOKS)

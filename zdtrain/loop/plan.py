@@ -1,6 +1,6 @@
 """Whether an epoch's steps can take the short path, and if not, why."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -10,6 +10,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from zdtrain.errors import FallbackReason
+from zdtrain.loop.ahead import copy_ahead, reasons_against
 from zdtrain.loop.feed import Feed
 from zdtrain.step.captured import CapturedStep
 from zdtrain.step.eager import EagerStep
@@ -56,11 +57,18 @@ class StepPlan:
     Args:
         trainer: The Trainer, with its module attached.
         fetcher: The epoch's data fetcher.
+        say: Tells why an option has no effect.
     """
 
-    def __init__(self, trainer: Trainer, fetcher: _DataFetcher) -> None:
+    def __init__(self, trainer: Trainer, fetcher: _DataFetcher, say: Callable[[FallbackReason], None]) -> None:
         self.hooks = Hooks(trainer)
-        self.feed = Feed(trainer, fetcher)
+        copies = None
+        if trainer.options.prefetch:  # type: ignore[attr-defined]
+            reasons = list(reasons_against(trainer, fetcher, "prefetch"))
+            for reason in reasons:
+                say(reason)
+            copies = None if reasons else copy_ahead(trainer, say)
+        self.feed = Feed(trainer, fetcher, copies)
         captures = trainer.fit_loop.epoch_loop.captures
         if captures is None:
             self.step = EagerStep(trainer, self.hooks)
