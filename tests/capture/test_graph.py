@@ -130,6 +130,55 @@ def test_a_step_that_a_graph_refuses_twice_stays_eager_and_is_named(tmp_path, re
     assert run.report.steps_replayed == 0
 
 
+@pytest.fixture
+def noise(monkeypatch):
+    """An operation whose last bits differ at every call, as those of atomic additions on a device do."""
+    calls, replay = [], HostGraph.replay
+
+    @torch.library.custom_op("zdtrain_tests::atomic_add", mutates_args=())
+    def atomic_add(x: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        return x * (1 + atomic_add.error * (len(calls) % 3))
+
+    def replaying(graph):
+        atomic_add.error = atomic_add.error_in_graphs
+        replay(graph)
+        atomic_add.error = 1e-7
+
+    atomic_add.register_autograd(lambda ctx, grad: grad)
+    atomic_add.error = atomic_add.error_in_graphs = 1e-7
+    monkeypatch.setattr(HostGraph, "replay", replaying)
+    return atomic_add
+
+
+@pytest.mark.usefixtures("device_graphs")
+def test_a_step_that_does_not_repeat_itself_is_compared_within_tolerance(tmp_path, noise):
+    class Net(Adam):
+        def loss(self, batch):
+            return noise(super().loss(batch))
+
+    run = fit(tmp_path, Net, "graph")
+    (program,) = run.report.programs
+    assert program.verification == "within tolerance"
+    assert program.replays > 30
+    assert not codes(run)
+    assert run.metrics["loss_epoch"].isfinite()
+    assert run.report.steps_eager + run.report.steps_replayed == 48  # a step that was run twice counts once
+
+
+@pytest.mark.usefixtures("device_graphs")
+def test_a_program_that_is_wrong_beyond_tolerance_is_refused_even_so(tmp_path, noise):
+    noise.error_in_graphs = 0.1
+
+    class Net(Adam):
+        def loss(self, batch):
+            return noise(super().loss(batch))
+
+    run = fit(tmp_path, Net, "graph")
+    assert "verification" in codes(run)
+    assert run.report.steps_replayed == 1  # the one that was captured
+
+
 @pytest.mark.usefixtures("device_graphs")
 @pytest.mark.parametrize("window", [1, 3])
 def test_a_lowered_step_is_captured_in_a_graph(tmp_path, monkeypatch, window):

@@ -27,7 +27,8 @@ class ProgramReport:
     capture_seconds: float
     """Host time of the captures, compilation included."""
     verification: str
-    """``"equal"``, ``"within tolerance"``, ``"off"``, ``"not yet"``, or what differed."""
+    """``"equal"``, ``"within tolerance"`` (lowered, or eager steps differ, too), ``"off"``, ``"not yet"``, or what
+    differed."""
     verifications: int
     """How often it was compared with an eager step."""
     verify_seconds: float
