@@ -27,7 +27,6 @@ class MetricRing:
     def write(self, parts: Sequence[Tensor]) -> int:
         """Copy `parts` side by side into the next row; return the row's index."""
         index = self._next
-        for cell, part in zip(self._parts[index], parts, strict=True):
-            cell.copy_(part, non_blocking=True)
+        torch._foreach_copy_(self._parts[index], list(parts), non_blocking=True)
         self._next = (index + 1) % self.rows
         return index

@@ -23,7 +23,6 @@ from zdtrain.monitor.guard import StepGuard
 from zdtrain.monitor.listener import RowListener
 from zdtrain.monitor.locate import locate_nonfinite
 from zdtrain.monitor.statistics import Statistics
-from zdtrain.monitor.values import StepValues
 from zdtrain.step.results import MetricSlot, StepResults
 
 RecordEvent = Callable[..., None]
@@ -65,21 +64,23 @@ class Monitoring:
         loop = self._loop = trainer.fit_loop.epoch_loop
         results: StepResults = loop._results  # type: ignore[assignment]
         device = trainer.strategy.root_device
+        acting = [monitor for monitor in monitors if monitor.acts_in_step]
         anything = any(monitor.metrics is None for monitor in monitors)
         wanted = {name for monitor in monitors for name in monitor.metrics or ()} | {s.metric for s in statistics}
+        in_step = {name for monitor in acting for name in monitor.metrics or ()} | {s.metric for s in statistics}
         for monitor in monitors:
             monitor.to(device)
-            monitor.reset()
         for kept in statistics:
             kept.to(device)
             kept.reset()
         self._statistics = list(statistics)
-        self._logged = Logged(results, None if anything else wanted)
-        values = StepValues(device, self._logged.cells, scalars)
+        logged = Logged(results, None if any(monitor.metrics is None for monitor in acting) else in_step)
         step = loop._batches_that_stepped
         self.guard = StepGuard(
-            [monitor for monitor in monitors if monitor.acts_in_step],
-            values,
+            acting,
+            device,
+            logged.cells,
+            {name: value for name, value in scalars.items() if anything or name in wanted},
             trainer.lightning_module,
             results.banks,
             statistics=statistics,
@@ -94,8 +95,7 @@ class Monitoring:
                 [monitor for monitor in monitors if not monitor.acts_in_step],
                 self.guard.verdicts,
                 self.guard.acted,
-                values,
-                {name: value for name, value in scalars.items() if anything or name in wanted},
+                self.guard.values,
                 drain,
                 self._tell,
                 step,

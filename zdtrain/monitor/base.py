@@ -13,7 +13,7 @@ from zdtrain.monitor.events import Action, Number, Row, Then, nearest
 from zdtrain.monitor.gate import Timing
 
 
-class Monitor(ABC):
+class Monitor:
     """A condition on the values of a step, with an action.
 
     ``then="skip"``, ``"clip"`` and ``"stop"`` act on the device, inside the step that the condition holds in.
@@ -26,9 +26,6 @@ class Monitor(ABC):
         clip_norm: With ``then="clip"``: the gradient norm to clip to.
         option: How errors call the monitor.
     """
-
-    elementwise = False
-    """Whether `condition` keeps nothing and may be asked about the values of many steps at once."""
 
     def __init__(
         self,
@@ -50,8 +47,7 @@ class Monitor(ABC):
         self.then = then
         self.timing = timing
         self._option = option
-        self._values: dict[str, Tensor] = {}  # thresholds and running state by name, 0-D
-        self._initial: dict[str, float] = {}  # running state at the start of a run
+        self._values: dict[str, Tensor] = {}  # thresholds by name, 0-D
         self._shown: dict[str, float] = {}  # thresholds as the host wrote them
         self.clip_norm = None if clip_norm is None else self._scalar("clip_norm", clip_norm)
 
@@ -65,28 +61,15 @@ class Monitor(ABC):
         """Whether the action belongs into the step."""
         return self.action in ("skip", "clip", "stop")
 
-    @abstractmethod
-    def condition(self, row: Row) -> Tensor:
-        """Return whether the condition holds, 0-D bool; may update its state in place."""
-
     def describe(self) -> str:
         """Return the condition in words."""
         return self._option
 
     def to(self, device: torch.device) -> None:
-        """Move thresholds and state; the tensor objects stay the same."""
+        """Move thresholds; the tensor objects stay the same."""
         for value in self._values.values():
             if value.device != device:
                 value.data = value.data.to(device)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return thresholds and state."""
-        return self._values
-
-    def reset(self) -> None:
-        """Forget what earlier runs showed."""
-        for name, value in self._initial.items():
-            self._values[name].fill_(value)
 
     def _scalar(self, name: str, value: float | Tensor) -> Tensor:
         if isinstance(value, Tensor):
@@ -101,11 +84,6 @@ class Monitor(ABC):
         self._values[name] = tensor
         return tensor
 
-    def _state(self, name: str, value: float) -> Tensor:
-        self._initial[name] = value
-        self._values[name] = torch.full((), value)  # shape=(), dtype=float32, device-resident
-        return self._values[name]
-
     def _assign(self, name: str, tensor: Tensor | None, value: float | Tensor) -> None:
         if tensor is None:
             raise ConfigError(f"{self._option} has no {name} to change: give it one, e.g. {name}=float('inf').")
@@ -116,6 +94,17 @@ class Monitor(ABC):
         else:
             tensor.fill_(value)
             self._shown[name] = value
+
+
+class RowMonitor(Monitor, ABC):
+    """A monitor whose condition is a function of the step's row, without a memory."""
+
+    elementwise = False
+    """Whether `condition` may be asked about the values of many steps at once."""
+
+    @abstractmethod
+    def condition(self, row: Row) -> Tensor:
+        """Return whether the condition holds, 0-D bool."""
 
 
 def metric_names(option: str, metric: Any) -> tuple[str, ...]:

@@ -4,17 +4,16 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from zdtrain.errors import ConfigError
-from zdtrain.monitor.base import Monitor, check_whole, metric_names, plain, timing_of
+from zdtrain.monitor.base import Monitor, RowMonitor, check_whole, metric_names, plain, timing_of
 from zdtrain.monitor.events import Number, Row, Then
 
 INF = math.inf
 
 
-class Threshold(Monitor):
+class Threshold(RowMonitor):
     """A metric is above, or below, a threshold.
 
     The thresholds are tensors on the device: ``monitor.above = 5.0`` fills one in place, while training goes on and
@@ -110,7 +109,7 @@ class Threshold(Monitor):
         )
 
 
-class NonFinite(Monitor):
+class NonFinite(RowMonitor):
     """A metric is NaN or infinite.
 
     Args:
@@ -208,16 +207,8 @@ class Plateau(Monitor):
         timing = timing_of(option, patience, patience if cooldown is None else cooldown, after_step)
         super().__init__(metric_names(option, metric), then=then, timing=timing, option=option)
         self._metric = metric
-        self._sign = 1.0 if mode == "min" else -1.0
-        self._min_delta = self._scalar("min_delta", min_delta)
-        self._best = self._state("best", INF)
-
-    def condition(self, row: Row) -> Tensor:
-        """Return whether the step brought no improvement."""
-        value = row[self._metric] * self._sign
-        better = value < self._best - self._min_delta
-        self._best.copy_(torch.where(better, value, self._best))
-        return ~better
+        self.sign = 1.0 if mode == "min" else -1.0
+        self.limit = self._scalar("min_delta", min_delta)  # shape=(), least change that counts
 
     def describe(self) -> str:
         """Return the condition in words."""
@@ -230,7 +221,7 @@ class Spike(Monitor):
     .. math::
         x > \mu + k \sigma, \qquad
         d = x - \mu, \quad \mu \leftarrow \mu + a d, \quad
-        \sigma^2 \leftarrow \sigma^2 + a ((1 - a) d^2 - \sigma^2), \quad a = \max(1/n, 1 - \beta)
+        \sigma^2 \leftarrow (1 - a) (\sigma^2 + a d^2), \quad a = \max(1/n, 1 - \beta)
 
     A value enters the mean and the deviation after it was judged, limited to :math:`\mu + k \sigma`, so that one spike
     does not hide the next and a lasting change becomes the new normal. One that is not finite counts as the mean.
@@ -272,34 +263,18 @@ class Spike(Monitor):
         check_whole(option, "min_steps", min_steps, 2)
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise ConfigError(f"{option}: decay={decay!r}; use a number that is at least 0 and less than 1.")
-        self._metric, self._least_weight, self._min_steps = metric, 1 - decay, min_steps
-        self._factor = self._scalar("factor", factor)
+        self._metric, self.least_weight, self.min_steps = metric, 1 - decay, min_steps
+        self.limit = self._scalar("factor", factor)  # shape=(), in deviations
         self._shown.update({"factor": factor} if isinstance(factor, int | float) else {})
-        self.mean = self._state("mean", 0.0)
-        self.variance = self._state("variance", 0.0)
-        self._count = self._state("count", 0.0)
 
     @property
     def factor(self) -> Tensor:
         """Deviations above the mean, 0-D; assigning a number fills it in place."""
-        return self._factor
+        return self.limit
 
     @factor.setter
     def factor(self, value: float | Tensor) -> None:
-        self._assign("factor", self._factor, value)
-
-    def condition(self, row: Row) -> Tensor:
-        """Return whether the value is a spike; take it in."""
-        value, mean, variance = row[self._metric], self.mean, self.variance
-        limit = torch.addcmul(mean, self._factor, variance.sqrt())
-        spike = (value > limit) & (self._count >= self._min_steps)
-        delta = (torch.where(spike, limit, value) - mean).nan_to_num_(0.0, 0.0, 0.0)
-        weight = self._count.add_(1).reciprocal().clamp_(min=self._least_weight)
-        shift = weight * delta
-        square = delta * shift
-        mean.add_(shift)
-        variance.add_(torch.addcmul(square, weight, square + variance, value=-1))
-        return spike
+        self._assign("factor", self.limit, value)
 
     def describe(self) -> str:
         """Return the condition in words."""

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from zdtrain.errors import ConfigError
-from zdtrain.monitor.base import Monitor, timing_of
+from zdtrain.monitor.base import Monitor, RowMonitor, timing_of
 from zdtrain.monitor.events import Number, Row, Then
 from zdtrain.monitor.statistics import Statistics
 
 
-class When(Monitor):
+class When(RowMonitor):
     """Any function of the row holds.
 
     Args:

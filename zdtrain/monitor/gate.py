@@ -1,6 +1,8 @@
 """From "the condition holds" to "the monitor acts": patience, cooldown, first step; on the device and on the host."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,45 +20,51 @@ class Timing:
     """First step that may act, counted from 0."""
 
 
-class DeviceGate:
-    """Decides in tensor operations, inside the step.
+class DeviceGates:
+    """Decides for several conditions at once in tensor operations, inside the step.
 
     Args:
-        timing: The rules.
+        timings: The rules of each.
+        step: Number of the next step.
         device: The training device.
     """
 
-    def __init__(self, timing: Timing, device: torch.device) -> None:
-        self._timing = timing
-        self.in_row = torch.zeros((), dtype=torch.int64, device=device)  # shape=(), steps the condition held so far
-        self.next_step = torch.zeros((), dtype=torch.int64, device=device)  # shape=(), end of the cooldown
+    def __init__(self, timings: Sequence[Timing], step: int, device: torch.device) -> None:
+        def whole(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
 
-    @property
-    def counts_steps(self) -> bool:
-        """Whether `decide` needs the step number."""
-        return bool(self._timing.cooldown or self._timing.after_step)
+        self._patience = whole([timing.patience for timing in timings])
+        self._after = whole([timing.after_step for timing in timings])
+        self._pause = whole([1 + timing.cooldown for timing in timings])
+        self._one, self._none = whole([1] * len(timings)), whole([0] * len(timings))
+        self._waits = any(timing.patience > 1 for timing in timings)
+        self._starts_late = any(timing.after_step for timing in timings)
+        self._pauses = any(timing.cooldown for timing in timings)
+        self.in_row = whole([0] * len(timings))  # shape=(n,), steps in which the condition held so far
+        self.next_step = whole([0] * len(timings))  # shape=(n,), end of the cooldown
+        self.step = whole([step] * len(timings))  # shape=(n,), number of the step
+        self._open = torch.zeros(len(timings), dtype=torch.bool, device=device)
 
-    def decide(self, holds: Tensor, step: Tensor) -> Tensor:
-        """Return whether to act.
+    def decide(self, holds: Tensor) -> None:
+        """Turn whether each condition holds, shape=(n,), bool, into whether to act, in place."""
+        if self._starts_late:
+            holds.logical_and_(torch.ge(self.step, self._after, out=self._open))
+        if self._waits:
+            torch.where(holds, self.in_row.add_(self._one), self._none, out=self.in_row)
+            torch.ge(self.in_row, self._patience, out=holds)
+        if self._pauses:
+            holds.logical_and_(torch.ge(self.step, self.next_step, out=self._open))
+            torch.where(holds, self.step + self._pause, self.next_step, out=self.next_step)
+        if self._starts_late or self._pauses:
+            self.step.add_(self._one)
 
-        Args:
-            holds: Whether the condition holds in this step, 0-D bool.
-            step: The step number, 0-D int64.
-        """
-        timing = self._timing
-        if timing.after_step:
-            holds = holds & (step >= timing.after_step)
-        if timing.patience > 1:
-            self.in_row.add_(1).mul_(holds)
-            holds = self.in_row >= timing.patience
-        if timing.cooldown:
-            holds = holds & (step >= self.next_step)
-            self.next_step.copy_(torch.where(holds, step + 1 + timing.cooldown, self.next_step))
-        return holds
+    def state(self) -> dict[str, Tensor]:
+        """Return what a run that goes on needs to know, by name, each of shape=(n,)."""
+        return {"in_row": self.in_row, "next_step": self.next_step}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a step writes."""
-        return {"in_row": self.in_row, "next_step": self.next_step}
+        return {**self.state(), "step": self.step, "open": self._open}
 
 
 class HostGate:
@@ -80,3 +88,11 @@ class HostGate:
             return False
         self._next_step = step + 1 + self._timing.cooldown
         return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts."""
+        return {"in_row": self._in_row, "next_step": self._next_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over counts."""
+        self._in_row, self._next_step = state["in_row"], max(state["next_step"], self._timing.after_step)

@@ -1,6 +1,6 @@
 """What a training step does for its monitors: judge the step's values, and hold its update back where one says so."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,12 +13,12 @@ from zdtrain.errors import ConfigError
 from zdtrain.monitor.average import WeightAverage
 from zdtrain.monitor.base import Monitor
 from zdtrain.monitor.conditions import NonFinite
-from zdtrain.monitor.events import Row
-from zdtrain.monitor.gate import DeviceGate, Timing
+from zdtrain.monitor.gate import DeviceGates, Timing
 from zdtrain.monitor.masking import Copies, Mask, mask_for
+from zdtrain.monitor.panels import Conditions
 from zdtrain.monitor.statistics import Statistics
-from zdtrain.monitor.values import StepValues
-from zdtrain.optim.clipping import total_norm
+from zdtrain.monitor.values import Known, StepValues
+from zdtrain.optim.clipping import EPS, total_norm
 from zdtrain.slots import IDENTITY, SlotBank
 
 _ORDER = ("stop", "skip", "clip")
@@ -32,7 +32,7 @@ class Verdict:
     """Whose condition it is."""
     action: str
     """``"stop"``, ``"skip"`` or ``"clip"``."""
-    gate: DeviceGate
+    timing: Timing
     """When the condition leads to the action."""
     reason: str
     """What the event says."""
@@ -47,7 +47,9 @@ class StepGuard:
 
     Args:
         monitors: Those that act inside the step.
-        values: Where the values of the step lie.
+        device: The training device.
+        logged: Returns what the step logged by name, now.
+        scalars: The run's scalars that belong into a row, by name.
         module: The LightningModule.
         banks: Where logged values are; the list may grow.
         statistics: What to keep of the step's values.
@@ -59,7 +61,9 @@ class StepGuard:
     def __init__(
         self,
         monitors: Sequence[Monitor],
-        values: StepValues,
+        device: torch.device,
+        logged: Callable[[], Mapping[str, Tensor]],
+        scalars: Mapping[str, Tensor],
         module: nn.Module,
         banks: list[SlotBank],
         *,
@@ -68,12 +72,9 @@ class StepGuard:
         norm: bool,
         step: int,
     ) -> None:
-        self.monitors = list(monitors)
-        self.values = values
         self._statistics = list(statistics)
         self.average = average
-        device = values.device
-        self.verdicts = sorted(_verdicts(self.monitors, device), key=lambda verdict: _ORDER.index(verdict.action))
+        self.verdicts = sorted(_verdicts(monitors), key=lambda verdict: _ORDER.index(verdict.action))
         actions = [verdict.action for verdict in self.verdicts]
         self._num_stop, self._num_hold = actions.count("stop"), actions.count("stop") + actions.count("skip")
         self.holds = self._num_hold > 0
@@ -82,18 +83,27 @@ class StepGuard:
         self.stopped = latched[0]  # shape=(), set for good
         self.acted = latched[1:]  # shape=(verdicts,)
         self._stop_flags, self._hold_flags = latched[: 1 + self._num_stop], latched[: 1 + self._num_hold]
+        self._clip_flags = self.acted[self._num_hold :]
         self.hold = torch.zeros((), dtype=torch.bool, device=device)  # shape=(), this step's update is held back
         self.flag = torch.zeros((), dtype=torch.float32, device=device)  # shape=(), the same for optimizers
-        self._step = torch.full((), step, dtype=torch.int64, device=device)  # shape=(), number of the step
-        self._counts_steps = any(verdict.gate.counts_steps for verdict in self.verdicts)
-        self._seen = {id(m): torch.zeros((), dtype=torch.bool, device=device) for m in self.monitors}  # in the window
-        self._measures_norm = norm
-        self._never = torch.zeros((), dtype=torch.bool, device=device)
+        limits = [verdict.monitor.clip_norm for verdict in self.verdicts[self._num_hold :]]
+        self.conditions = Conditions(
+            [v.monitor for v in self.verdicts], [limit for limit in limits if limit is not None]
+        )
+        self.values = StepValues(device, logged, scalars, self.conditions.metrics, self.conditions.limits)
+        self.conditions.bind(self.values, self.acted)
+        self.gates = DeviceGates([verdict.timing for verdict in self.verdicts], step, device)
+        self._seen = torch.zeros_like(self.acted)  # what held for an earlier batch of the window
+        self._clips = len(limits) > 0
+        self._eps, self._one = self.values.board.new_full((), EPS), self.values.board.new_ones(())
+        self._measures_norm = norm or self._clips
         self._module = module
         self._banks = banks
         self._places: list[Place] = []
         self._module_state = Copies()
-        self._totals: list[tuple[Tensor, Tensor]] = []  # accumulators of the epoch, and copies from before the step
+        self._totals: list[Tensor] = []  # accumulators of the epoch
+        self._totals_before: list[Tensor] = []  # their copies from before the step
+        self._num_banks = 0
         self._num_prepared = 0
         self._mask: Mask | None = None
         self._optimizer: Optimizer | None = None
@@ -104,7 +114,7 @@ class StepGuard:
             self.release()
             self._optimizer = optimizer
             self._mask = mask_for(optimizer, self.flag) if self.holds else None
-        if self.holds and (self._num_prepared < 2 or len(self._banks) != len(self._totals)):
+        if self.holds and (self._num_prepared < 2 or len(self._banks) != self._num_banks):
             # what a step makes for the first time has a copy before the next one, which may be captured
             self._num_prepared += 1
             self._places = list(changing_places(self._module))
@@ -123,16 +133,15 @@ class StepGuard:
         if self.holds:
             if self._places:
                 self._module_state.save(held(self._places))
-            for total, copy in self._totals:
-                copy.copy_(total)
+            if self._totals:
+                torch._foreach_copy_(self._totals_before, self._totals)
 
     def observe(self, loss: Tensor | None) -> None:
         """Look at the values of a batch whose window goes on: what held for one batch holds for the step."""
-        self.values.take_loss(loss)
-        row = self.values.row(ends_window=False)
-        for monitor in self.monitors:
-            if monitor.metrics is None or any(metric in row for metric in monitor.metrics):
-                self._seen[id(monitor)].logical_or_(monitor.condition(row))
+        known = self.values.fill(loss, None, ends_window=False)
+        if self.verdicts:
+            self.conditions.decide(known)
+            self._seen.logical_or_(self.acted)
 
     def begin_update(self) -> None:
         """Keep what the update is going to change."""
@@ -141,51 +150,37 @@ class StepGuard:
 
     def judge(self, loss: Tensor | None, *, accumulates: bool) -> None:
         """Evaluate the conditions on the step's values; hold the update back, stop or clip."""
-        self.values.take_loss(loss)
-        gradients = self._gradients() if self._measures_norm or len(self.verdicts) > self._num_hold else []
-        if self._measures_norm and gradients:
-            self.values.take_norm(total_norm(gradients))
-        if not self.verdicts and not self._statistics:
-            return
-        row = self.values.row(ends_window=True)
+        gradients = self._gradients() if self._measures_norm else []
+        known = self.values.fill(loss, total_norm(gradients) if gradients else None, ends_window=True)
         if self.verdicts:
-            self._decide(row, gradients, accumulates)
-        for statistics in self._statistics:
-            statistics.update(row, self.hold if self.holds else None)
+            self._decide(known, accumulates)
+            if self._clips and gradients:
+                self._clip(gradients)
+        if self._statistics:
+            row = self.values.row(known)
+            for statistics in self._statistics:
+                statistics.update(row, self.hold if self.holds else None)
 
-    def _decide(self, row: Row, gradients: list[Tensor], accumulates: bool) -> None:
-        holds = {id(monitor): self._condition(monitor, row, accumulates) for monitor in self.monitors}
-        decided = [verdict.gate.decide(holds[id(verdict.monitor)], self._step) for verdict in self.verdicts]
-        self.acted.copy_(torch.stack(decided) if len(decided) > 1 else decided[0])
+    def _decide(self, known: Known, accumulates: bool) -> None:
+        self.conditions.decide(known)
+        if accumulates:
+            self.acted.logical_or_(self._seen)
+            self._seen.zero_()
+        self.gates.decide(self.acted)
         if self.holds:
             if self._num_stop:
                 self.stopped.copy_(self._stop_flags.any())
-            self.hold.copy_(self._hold_flags.any())
+            torch.any(self._hold_flags, dim=0, out=self.hold)
             self.flag.copy_(self.hold)
-        self._clip(decided, gradients)
-        if self._counts_steps:
-            self._step.add_(1)
-
-    def _condition(self, monitor: Monitor, row: Row, accumulates: bool) -> Tensor:
-        known = monitor.metrics is None or any(metric in row for metric in monitor.metrics)
-        holds = monitor.condition(row) if known else self._never
-        if accumulates:
-            seen = self._seen[id(monitor)]
-            holds = holds | seen
-            seen.zero_()
-        return holds
 
     def _gradients(self) -> list[Tensor]:
         assert self._optimizer is not None
-        parameters = (p for group in self._optimizer.param_groups for p in group["params"])
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
 
-    def _clip(self, decided: Sequence[Tensor], gradients: list[Tensor]) -> None:
-        for verdict, acts in zip(self.verdicts[self._num_hold :], decided[self._num_hold :], strict=True):
-            limit = verdict.monitor.clip_norm
-            if limit is not None and gradients:
-                factor = (limit / (total_norm(gradients) + 1e-6)).clamp(max=1.0)
-                torch._foreach_mul_(gradients, torch.where(acts, factor, 1.0))
+    def _clip(self, gradients: list[Tensor]) -> None:
+        factors = torch.minimum(self.conditions.further / (self.values.grad_norm + self._eps), self._one)
+        factors = torch.where(self._clip_flags, factors, self._one)
+        torch._foreach_mul_(gradients, factors.amin() if len(factors) > 1 else factors.squeeze(0))
 
     def after_update(self) -> None:
         """Take the update back where it is to be held back; average the weights."""
@@ -199,15 +194,21 @@ class StepGuard:
 
     def end_step(self) -> None:
         """Take the step's values out of the epoch again, where its update was held back."""
-        if not self.holds:
-            return
-        self._know_totals()
-        for total, copy in self._totals:
-            torch.where(self.hold, copy, total, out=total)
+        if self.holds:
+            if len(self._banks) != self._num_banks:
+                self._know_totals()
+            self._put_totals_back(self.hold)
+
+    def _put_totals_back(self, hold: Tensor) -> None:
+        for total, before in zip(self._totals, self._totals_before, strict=True):
+            torch.where(hold, before, total, out=total)
 
     def _know_totals(self) -> None:
-        for bank in self._banks[len(self._totals) :]:  # made in this window, so they were empty before it
-            self._totals.append((bank._totals, torch.full_like(bank._totals, IDENTITY[bank.reduction])))
+        for bank in self._banks[self._num_banks :]:  # made in this window, so they were empty before it
+            if bank.reduction != "step":  # it keeps no totals
+                self._totals.append(bank._totals)
+                self._totals_before.append(torch.full_like(bank._totals, IDENTITY[bank.reduction]))
+        self._num_banks = len(self._banks)
 
     def put_back(self) -> None:
         """Return to the state of the last good step, in the middle of a window behind the latch.
@@ -215,21 +216,18 @@ class StepGuard:
         The copies of `begin_window` were made behind the latch as well, so they are that state.
         """
         self._module_state.put_back(held(self._places), self.stopped)
-        for total, copy in self._totals:
-            torch.where(self.stopped, copy, total, out=total)
+        self._put_totals_back(self.stopped)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all that a step writes to, by name."""
         found = {"acted": self.acted, "stopped": self.stopped, "hold": self.hold, "flag": self.flag}
-        found.update(step=self._step, loss=self.values.loss, grad_norm=self.values.grad_norm)
+        found.update(seen=self._seen, board=self.values.board)
         parts: list[tuple[str, dict[str, Any]]] = [("state", self._module_state.tensors())]
-        parts.append(("total", {str(index): copy for index, (_, copy) in enumerate(self._totals)}))
+        parts.append(("total", {str(index): copy for index, copy in enumerate(self._totals_before)}))
         parts.append(("average", self.average.tensors() if self.average is not None else {}))
         parts.append(("mask", self._mask.tensors() if self._mask is not None else {}))
-        parts += [(f"gate {index}", verdict.gate.tensors()) for index, verdict in enumerate(self.verdicts)]
-        parts += [(f"monitor {index}", monitor.tensors()) for index, monitor in enumerate(self.monitors)]
+        parts += [("gate", self.gates.tensors()), ("condition", self.conditions.tensors())]
         parts += [(f"statistics {index}", kept.tensors()) for index, kept in enumerate(self._statistics)]
-        parts.append(("seen", {str(index): seen for index, seen in enumerate(self._seen.values())}))
         for where, tensors in parts:
             found.update((f"{where} {name}", tensor) for name, tensor in tensors.items())
         return {f"monitors' {name}": tensor for name, tensor in found.items()}
@@ -271,16 +269,14 @@ def held(places: Sequence[Place]) -> dict[Hashable, Tensor]:
     return {(place.path, place.name): tensor for place, tensor in found if isinstance(tensor, Tensor)}
 
 
-def _verdicts(monitors: Sequence[Monitor], device: torch.device) -> list[Verdict]:
+def _verdicts(monitors: Sequence[Monitor]) -> list[Verdict]:
     found = []
     for monitor in monitors:
         what = monitor.describe()
-        found.append(
-            Verdict(monitor=monitor, action=monitor.action, gate=DeviceGate(monitor.timing, device), reason=what)
-        )
+        found.append(Verdict(monitor=monitor, action=monitor.action, timing=monitor.timing, reason=what))
         limit = monitor.stop_after if isinstance(monitor, NonFinite) else None
         if limit is not None:
-            gate = DeviceGate(Timing(patience=limit, after_step=monitor.timing.after_step), device)
+            timing = Timing(patience=limit, after_step=monitor.timing.after_step)
             reason = f"{what} in {limit} steps in a row"
-            found.append(Verdict(monitor=monitor, action="stop", gate=gate, reason=reason))
+            found.append(Verdict(monitor=monitor, action="stop", timing=timing, reason=reason))
     return found

@@ -9,13 +9,28 @@ from torch import Tensor
 from zdtrain.consumers.steps import RowLayout, Stamp
 from zdtrain.device.base import Runtime
 from zdtrain.drain import Drain, Value
-from zdtrain.monitor.base import Monitor
+from zdtrain.monitor.base import Monitor, RowMonitor
+from zdtrain.monitor.conditions import Plateau, Spike
 from zdtrain.monitor.events import MonitorEvent, Row, nearest
+from zdtrain.monitor.followers import follower_of
 from zdtrain.monitor.gate import HostGate
 from zdtrain.monitor.guard import Verdict
 from zdtrain.monitor.values import StepValues
 
 Tell = Callable[[MonitorEvent, Monitor], None]
+
+
+class Watched:
+    """A monitor that informs, and what the host keeps of it.
+
+    Args:
+        monitor: The monitor.
+    """
+
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor = monitor
+        self.gate = HostGate(monitor.timing)
+        self.follower = follower_of(monitor)
 
 
 class RowListener:
@@ -26,7 +41,6 @@ class RowListener:
         verdicts: Columns of `acted`, of the monitors that act inside the step.
         acted: Which of them did, shape=(verdicts,), bool, device-resident.
         values: Where the values of the step lie.
-        scalars: Scalars that monitors look at, by name.
         drain: The way to the host.
         tell: Called with every event and its monitor, in the order of the steps.
         step: Number of the next step.
@@ -38,17 +52,15 @@ class RowListener:
         verdicts: Sequence[Verdict],
         acted: Tensor,
         values: StepValues,
-        scalars: dict[str, Tensor],
         drain: Drain,
         tell: Tell,
         step: int,
     ) -> None:
-        self._watching = [(monitor, HostGate(monitor.timing)) for monitor in watching]
+        self._watching = [Watched(monitor) for monitor in watching]
         self._verdicts = list(verdicts)
         self._acted = acted
         self._values = values
-        self._extras = ("loss", "grad_norm", "lr", *scalars)  # what follows the verdicts in a row
-        self._scalar_cells = [scalar.reshape(1) for scalar in scalars.values()]
+        self._extras = values.names  # what follows the verdicts in a row
         self._drain = drain
         self._runtime: Runtime = drain.runtime
         self._rows_written = self._runtime.event()
@@ -64,11 +76,11 @@ class RowListener:
 
     def parts(self) -> list[Tensor]:
         """Return what belongs to a row behind the logged metrics."""
-        return [self._acted, self._values.vector, *self._scalar_cells]
+        return [self._acted, self._values.vector]
 
     def widths(self) -> list[int]:
         """Return the lengths of `parts`."""
-        return [len(self._verdicts), 3, *(1 for _ in self._scalar_cells)]
+        return [len(self._verdicts), len(self._extras)]
 
     def is_urgent(self) -> bool:
         """Return whether a monitor acted in this step, where looking costs nothing; elsewhere the row says it."""
@@ -120,22 +132,40 @@ class RowListener:
         self._rows_written.record("train")
         self._rows_written.wait("monitor")
         with self._runtime.on("monitor"), torch.no_grad():
-            flags = torch.stack([self._holds(m, rows, layout, stamps) for m, _ in self._watching]).double()
-        flat = flags.reshape(-1)
+            answers = [self._answers(watched.monitor, rows, layout, stamps) for watched in self._watching]
+            packed = torch.cat([answer.to(rows.dtype) for answer in answers])
 
         def deliver(numbers: list[Value], _alive: Tensor = rows) -> None:
             self._inform(numbers, layout, stamps)
 
-        self._drain.send(flat, deliver, stream="monitor")
+        self._drain.send(packed, deliver, stream="monitor")
 
-    def _inform(self, flags: list[Value], layout: RowLayout, stamps: Sequence[Stamp]) -> None:
+    def _answers(self, monitor: Monitor, rows: Tensor, layout: RowLayout, stamps: Sequence[Stamp]) -> Tensor:
+        """Return what the host needs from the device: whether the condition holds in each row, or its limit."""
+        if isinstance(monitor, RowMonitor):
+            return self._holds(monitor, rows, layout, stamps)
+        assert isinstance(monitor, Plateau | Spike)
+        return monitor.limit.reshape(1)
+
+    def _inform(self, answers: list[Value], layout: RowLayout, stamps: Sequence[Stamp]) -> None:
         """Warn and call functions, step by step, about conditions whose outcome has arrived."""
+        names = self._names(layout)
         for index, stamp in enumerate(stamps):
             numbers = self._rows.pop(stamp.step, None)
             if numbers is None:  # behind a stop
                 continue
-            for column, (monitor, gate) in enumerate(self._watching):
-                if gate.decide(bool(flags[column * len(stamps) + index]), stamp.step):
+            first = 0
+            for watched in self._watching:
+                monitor, follower = watched.monitor, watched.follower
+                if follower is None:
+                    holds = bool(answers[first + index])
+                    first += len(stamps)
+                else:
+                    column = names.get((monitor.metrics or ("",))[0])
+                    there = column is not None and (column >= len(layout.names) or stamp.fresh[column])
+                    holds = there and follower.decide(numbers[column], answers[first])  # type: ignore[index]
+                    first += 1
+                if watched.gate.decide(holds, stamp.step):
                     self._tell(self._event(monitor.describe(), monitor.action, stamp, layout, numbers), monitor)
 
     def _event(
@@ -158,7 +188,7 @@ class RowListener:
 
     def unknown_metrics(self) -> list[str]:
         """Return what to say of monitors whose metric no row of the first epoch held."""
-        monitors = [*(verdict.monitor for verdict in self._verdicts), *(monitor for monitor, _ in self._watching)]
+        monitors = [verdict.monitor for verdict in self._verdicts] + [watched.monitor for watched in self._watching]
         said = []
         for monitor in dict.fromkeys(monitors):
             for metric in monitor.metrics or ():
@@ -167,7 +197,7 @@ class RowListener:
                     said.append(f"monitor {monitor.describe()!r}: the epoch logged no {metric!r}; {hint}")
         return said
 
-    def _holds(self, monitor: Monitor, rows: Tensor, layout: RowLayout, stamps: Sequence[Stamp]) -> Tensor:
+    def _holds(self, monitor: RowMonitor, rows: Tensor, layout: RowLayout, stamps: Sequence[Stamp]) -> Tensor:
         """Return whether the condition of `monitor` holds in each row, shape=(rows,), bool."""
         names = self._names(layout)
         wanted = [names[m] for m in monitor.metrics or () if m in names]

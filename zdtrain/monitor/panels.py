@@ -1,0 +1,261 @@
+"""The conditions of all monitors that act, evaluated together: a few vector operations, however many monitors.
+
+Constants are tensors of the dtype that they meet, because a Python number makes an operation cost three times as much.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zdtrain.monitor.base import Monitor, RowMonitor
+from zdtrain.monitor.conditions import INF, NonFinite, Plateau, Spike, Threshold
+from zdtrain.monitor.values import NAN, ZERO, Known, StepValues
+
+Entry = str | Tensor
+"""The name of a metric, or a limit that metrics are compared with."""
+
+
+class Panel(ABC):
+    """All conditions of one kind.
+
+    Args:
+        monitors: Whose conditions they are.
+        entries: What they look at.
+    """
+
+    absent = NAN
+    """The cell that stands for a metric that a step does not have."""
+
+    def __init__(self, monitors: Sequence[Monitor], entries: Sequence[Entry]) -> None:
+        self.monitors = list(monitors)
+        self.entries = list(entries)
+        self.state: dict[str, Tensor] = {}  # running state by name, shape=(monitors,)
+
+    @abstractmethod
+    def bind(self, entries: Tensor, holds: Tensor) -> None:
+        """Take note of where the values of `entries` will lie, and of where to write, shape=(monitors,), bool."""
+
+    @abstractmethod
+    def decide(self, present: Tensor | None) -> None:
+        """Write whether the conditions hold.
+
+        Args:
+            present: Which monitors have their metric in this step, shape=(monitors,), bool; None where all have.
+        """
+
+
+class ThresholdPanel(Panel):
+    """``below > x`` or ``x > above``."""
+
+    def __init__(self, monitors: Sequence[Threshold]) -> None:
+        above = [m.above if m.above is not None else torch.tensor(INF) for m in monitors]
+        below = [m.below if m.below is not None else torch.tensor(-INF) for m in monitors]
+        self._has_below = any(m.below is not None for m in monitors)
+        super().__init__(monitors, [*_metrics(monitors), *above, *(below if self._has_below else [])])
+
+    def bind(self, entries: Tensor, holds: Tensor) -> None:
+        """See `Panel`."""
+        self._x, self._above, *self._below = entries.split(len(self.monitors))
+        self._holds = holds
+
+    def decide(self, present: Tensor | None) -> None:  # noqa: ARG002 - NaN is neither above nor below
+        """See `Panel`."""
+        torch.gt(self._x, self._above, out=self._holds)
+        if self._has_below:
+            self._holds.logical_or_(torch.lt(self._x, self._below[0]))
+
+
+class NonFinitePanel(Panel):
+    """One of up to k metrics is not finite."""
+
+    absent = ZERO
+
+    def __init__(self, monitors: Sequence[NonFinite]) -> None:
+        self._most = max(len(monitor.metrics or ()) for monitor in monitors)
+        names = [(m.metrics or ()) + (m.metrics or ())[-1:] * (self._most - len(m.metrics or ())) for m in monitors]
+        super().__init__(monitors, [name for row in names for name in row])
+
+    def bind(self, entries: Tensor, holds: Tensor) -> None:
+        """See `Panel`."""
+        self._x, self._holds = entries.view(len(self.monitors), self._most), holds
+        self._ones, self._none = entries.new_ones(self._most), entries.new_zeros(len(self.monitors))
+
+    def decide(self, present: Tensor | None) -> None:  # noqa: ARG002 - 0 is finite
+        """See `Panel`."""
+        gap = self._x - self._x  # 0 where finite, else NaN
+        torch.ne(torch.mv(gap, self._ones), self._none, out=self._holds)
+
+
+class PlateauPanel(Panel):
+    """No improvement."""
+
+    def __init__(self, monitors: Sequence[Plateau]) -> None:
+        super().__init__(monitors, [*_metrics(monitors), *(monitor.limit for monitor in monitors)])
+        self._signs = [monitor.sign for monitor in monitors]
+
+    def bind(self, entries: Tensor, holds: Tensor) -> None:
+        """See `Panel`."""
+        self._x, self._least = entries.split(len(self.monitors))
+        self._holds = holds
+        self._sign = entries.new_tensor(self._signs)
+        self._best = self.state["best"] = entries.new_full((len(self.monitors),), INF)
+
+    def decide(self, present: Tensor | None) -> None:
+        """See `Panel`."""
+        x = self._x * self._sign
+        better = x < self._best - self._least
+        torch.where(better, x, self._best, out=self._best)
+        torch.logical_not(better, out=self._holds)
+        if present is not None:
+            self._holds.logical_and_(present)
+
+
+class SpikePanel(Panel):
+    """Far above the running mean; see `Spike` for the formulas."""
+
+    def __init__(self, monitors: Sequence[Spike]) -> None:
+        super().__init__(monitors, [*_metrics(monitors), *(monitor.limit for monitor in monitors)])
+        self._spikes = list(monitors)
+
+    def bind(self, entries: Tensor, holds: Tensor) -> None:
+        """See `Panel`."""
+        self._x, self._factor = entries.split(len(self.monitors))
+        self._holds = holds
+        self._min_steps = entries.new_tensor([monitor.min_steps for monitor in self._spikes])
+        self._least_weight = entries.new_tensor([monitor.least_weight for monitor in self._spikes])
+        self._one, self._none = torch.ones_like(self._min_steps), torch.zeros_like(self._min_steps)
+        self.state = {name: torch.zeros_like(self._min_steps) for name in ("mean", "variance", "count")}
+
+    def decide(self, present: Tensor | None) -> None:
+        """See `Panel`."""
+        mean, variance, count = self.state["mean"], self.state["variance"], self.state["count"]
+        limit = torch.addcmul(mean, self._factor, variance.sqrt())
+        spike = torch.gt(self._x, limit, out=self._holds).logical_and_(count >= self._min_steps)
+        delta = torch.where(spike, limit, self._x).sub_(mean).nan_to_num_(0.0, 0.0, 0.0)
+        count.add_(self._one if present is None else present)
+        weight = torch.maximum(count.reciprocal(), self._least_weight)
+        if present is not None:
+            weight = torch.where(present, weight, self._none)
+        shift = weight * delta
+        mean.add_(shift)
+        variance.addcmul_(delta, shift).mul_(self._one - weight)
+
+
+class Conditions:
+    """The conditions of some monitors, in their order.
+
+    Args:
+        monitors: The monitors; one may appear several times.
+        limits: Further limits that are to be gathered with the values.
+    """
+
+    def __init__(self, monitors: Sequence[Monitor], limits: Sequence[Tensor] = ()) -> None:
+        self._monitors = list(monitors)
+        by_kind: dict[Callable[[Any], Panel], list[Monitor]] = {}
+        for monitor in monitors:
+            kind = _panel_of(monitor)
+            if kind is not None:
+                by_kind.setdefault(kind, []).append(monitor)
+        self._panels = [kind(members) for kind, members in by_kind.items()]
+        self._functions = [monitor for monitor in monitors if _panel_of(monitor) is None]
+        entries = [entry for panel in self._panels for entry in panel.entries]
+        self.metrics = [entry for entry in entries if isinstance(entry, str)]
+        self.limits = [*(entry for entry in entries if isinstance(entry, Tensor)), *limits]
+        self._num_further = len(limits)
+        self._plans: dict[Known, tuple[Tensor, list[Tensor | None]]] = {}
+
+    def bind(self, values: StepValues, holds: Tensor) -> None:
+        """Take note of where the values lie, and of where to write.
+
+        Args:
+            values: Made for `metrics` and `limits`.
+            holds: Whether each condition holds, shape=(monitors,), bool.
+        """
+        self._values, self._holds = values, holds
+        by_panel = [*(monitor for panel in self._panels for monitor in panel.monitors), *self._functions]
+        order, free = [], list(enumerate(by_panel))
+        for monitor in self._monitors:
+            place = next(index for index, (_, other) in enumerate(free) if other is monitor)
+            order.append(free.pop(place)[0])
+        in_order = order == sorted(order)
+        self._order = None if in_order else torch.tensor(order, dtype=torch.int64, device=holds.device)
+        self._unordered = holds if in_order else torch.zeros_like(holds)
+        sizes = [len(panel.entries) for panel in self._panels]
+        self._entries = values.board.new_zeros(sum(sizes) + self._num_further)
+        *parts, self.further = self._entries.split([*sizes, self._num_further])
+        *mine, rest = self._unordered.split([*(len(p.monitors) for p in self._panels), len(self._functions)])
+        for panel, entries, held in zip(self._panels, parts, mine, strict=True):
+            panel.bind(entries, held)
+        self._function_cells = rest.unbind()
+
+    def decide(self, known: Known) -> None:
+        """Write whether the conditions hold in a step that has the values `known`."""
+        plan = self._plans.get(known)
+        if plan is None:
+            plan = self._plans[known] = self._plan(known)
+        places, present = plan
+        torch.index_select(self._values.board, 0, places, out=self._entries)
+        for panel, among in zip(self._panels, present, strict=True):
+            panel.decide(among)
+        if self._functions:
+            row = self._values.row(known)
+            for monitor, cell in zip(self._functions, self._function_cells, strict=True):
+                assert isinstance(monitor, RowMonitor)
+                if monitor.metrics is None or any(metric in row for metric in monitor.metrics):
+                    cell.copy_(monitor.condition(row))
+                else:
+                    cell.zero_()
+        if self._order is not None:
+            torch.index_select(self._unordered, 0, self._order, out=self._holds)
+
+    def _plan(self, known: Known) -> tuple[Tensor, list[Tensor | None]]:
+        """Return where the entries lie on the board, and which monitors of each panel have their metric."""
+        found, limit = self._values.places(known), self._values.first_limit
+        places: list[int] = []
+        masks: list[Tensor | None] = []
+        for panel in self._panels:
+            for entry in panel.entries:
+                if isinstance(entry, str):
+                    places.append(found.get(entry, panel.absent))
+                else:
+                    places.append(limit)
+                    limit += 1
+            present = [any(metric in found for metric in monitor.metrics or ()) for monitor in panel.monitors]
+            masks.append(None if all(present) else torch.tensor(present, device=self._holds.device))
+        places += range(limit, limit + self._num_further)
+        return torch.tensor(places, dtype=torch.int64, device=self._holds.device), masks
+
+    def state_dicts(self) -> list[tuple[Monitor, dict[str, Tensor]]]:
+        """Return the running state of each monitor that has one, as 0-D views."""
+        return [
+            (monitor, {name: values[index] for name, values in panel.state.items()})
+            for panel in self._panels
+            if panel.state
+            for index, monitor in enumerate(panel.monitors)
+        ]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a step writes."""
+        state = {f"{type(p).__name__} {name}": values for p in self._panels for name, values in p.state.items()}
+        return {**state, "entries": self._entries, "unordered": self._unordered}
+
+
+_PANELS: dict[type[Monitor], Callable[[Any], Panel]] = {
+    Threshold: ThresholdPanel,
+    NonFinite: NonFinitePanel,
+    Plateau: PlateauPanel,
+    Spike: SpikePanel,
+}
+
+
+def _panel_of(monitor: Monitor) -> Callable[[Any], Panel] | None:
+    """Return what evaluates `monitor`; None for a function of the row, which a subclass's condition is too."""
+    kinds = (kind for kind in _PANELS if isinstance(monitor, kind))
+    return next((_PANELS[k] for k in kinds if type(monitor) is k or not isinstance(monitor, RowMonitor)), None)
+
+
+def _metrics(monitors: Sequence[Monitor]) -> list[str]:
+    return [metric for monitor in monitors for metric in (monitor.metrics or ())[:1]]
