@@ -1,16 +1,22 @@
 """What a step costs under `zdtrain check`, against the same step in a plain loop and under stock Lightning.
 
-    python -m benchmarks.check_overhead
+    python -m benchmarks.check_overhead [--rounds 5] [--out benchmarks/results/check_overhead.json]
 
-CPU time of one thread, medians of interleaved rounds, on the clean modules of the tests.
+CPU time of the process on one thread, medians of interleaved rounds, on the clean modules of the tests.
 """
 
+import argparse
+import json
 import logging
+import platform
 import statistics
 import time
 import warnings
 from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
 
+import lightning
 import torch
 from lightning.pytorch import Callback, Trainer
 
@@ -20,7 +26,6 @@ from zdtrain.check.driver import Plan, run
 
 NUM_STEPS = 14
 NUM_WARMUP = 3
-NUM_ROUNDS = 3
 QUIET = {
     "logger": False,
     "enable_checkpointing": False,
@@ -38,10 +43,10 @@ class StepTimer(Callback):
         self.seconds: list[float] = []
 
     def on_train_batch_start(self, *args: object) -> None:
-        self._started = time.thread_time()
+        self._started = time.process_time()
 
     def on_train_batch_end(self, *args: object) -> None:
-        self.seconds.append(time.thread_time() - self._started)
+        self.seconds.append(time.process_time() - self._started)
 
 
 def _log_nothing(*_args: object, **_kwargs: object) -> None: ...
@@ -54,12 +59,12 @@ def plain(case: Case) -> list[float]:
     optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
     seconds = []
     for _ in range(NUM_STEPS):
-        started = time.thread_time()
+        started = time.process_time()
         loss = module.training_step(data, 0)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        seconds.append(time.thread_time() - started)
+        seconds.append(time.process_time() - started)
     return seconds
 
 
@@ -77,22 +82,52 @@ def checked(case: Case) -> list[float]:
     return timer.seconds
 
 
-def main() -> None:
+def measure(case: Case, num_rounds: int) -> dict[str, float]:
+    """Median milliseconds per step of each way, and the ratios."""
+    ways: tuple[Callable[[Case], list[float]], ...] = (plain, stock, checked)
+    rounds: dict[str, list[float]] = {way.__name__: [] for way in ways}
+    for _ in range(num_rounds):
+        for way in ways:
+            rounds[way.__name__] += way(case)[NUM_WARMUP:]
+    medians = {name: statistics.median(seconds) * 1e3 for name, seconds in rounds.items()}
+    return {
+        **{f"{name}_ms": round(value, 3) for name, value in medians.items()},
+        "checked_by_plain": round(medians["checked"] / medians["plain"], 1),
+        "checked_by_stock": round(medians["checked"] / medians["stock"], 1),
+    }
+
+
+def main(num_rounds: int, out: Path) -> None:
+    """Print a line per module and write all of them."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    ways: tuple[Callable[[Case], list[float]], ...] = (plain, stock, checked)
     print(f"{'module':24} {'plain':>8} {'stock':>8} {'checked':>8}  checked/plain  checked/stock   (ms)")
+    result = {}
     for case in CLEAN:
         if case.name in ("ManualTwoOptimizers", "ScalarsOfTheRun"):
             continue  # need a Trainer
-        rounds: dict[str, list[float]] = {way.__name__: [] for way in ways}
-        for _ in range(NUM_ROUNDS):
-            for way in ways:
-                rounds[way.__name__] += way(case)[NUM_WARMUP:]
-        p, s, c = (statistics.median(seconds) * 1e3 for seconds in rounds.values())
-        print(f"{case.name:24} {p:8.2f} {s:8.2f} {c:8.2f} {c / p:14.1f} {c / s:14.1f}", flush=True)
+        row = result[case.name] = measure(case, num_rounds)
+        print(
+            f"{case.name:24} {row['plain_ms']:8.2f} {row['stock_ms']:8.2f} {row['checked_ms']:8.2f}"
+            f" {row['checked_by_plain']:14.1f} {row['checked_by_stock']:14.1f}",
+            flush=True,
+        )
+    facts = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "rounds": num_rounds,
+        "clock": "CPU time of the process",
+    }
+    out.write_text(json.dumps({**facts, "result": result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/check_overhead.json"))
+    given = parser.parse_args()
+    main(given.rounds, given.out)

@@ -12,8 +12,8 @@ from zdtrain.check import kernels
 from zdtrain.check.functions import FunctionMode
 from zdtrain.check.kernels import aten
 from zdtrain.check.recorder import Recorder
-from zdtrain.check.tensor import HOST, ShadowTensor, is_shadow, to_shadow
-from zdtrain.check.trace import Context, Operation, flatten, record
+from zdtrain.check.tensor import HOST, is_shadow, to_shadow
+from zdtrain.check.trace import Arguments, Context, Operation, record, sort_arguments
 from zdtrain.source.location import Location
 
 
@@ -68,17 +68,16 @@ class DispatchMode(TorchDispatchMode):
         info = kernels.kernel_info(func)
         if info.is_bookkeeping:
             return func(*args, **kwargs)
-        leaves = flatten((*args, *kwargs.values()) if kwargs else args)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        shadows: list[torch.Tensor] = [tensor for tensor in tensors if isinstance(tensor, ShadowTensor)]
+        given = sort_arguments((*args, *kwargs.values()) if kwargs else args)
         in_backward = torch._C._current_autograd_node() is not None
-        on_device, kwargs = self._place(func, args, kwargs, bool(shadows), in_backward)
+        on_device, kwargs = self._place(func, args, kwargs, bool(given.shadows), in_backward)
         if self.recorder.is_listening:
-            self._inspect(func, args, kwargs, tensors, shadows, on_device, in_backward)
+            self._inspect(func, args, kwargs, given, on_device, in_backward)
         result = self._run(func, args, kwargs)
-        made = self._claim(func, result, tensors, on_device)
+        results = [result] if isinstance(result, torch.Tensor) else sort_arguments((result,)).tensors
+        made = self._claim(func, results, given, on_device)
         if self.recorder.is_listening:
-            self._remember(info.name, leaves, result, made, in_backward)
+            self._remember(info.name, given, results, made, in_backward)
         return result
 
     # ---- where the result lives
@@ -113,8 +112,7 @@ class DispatchMode(TorchDispatchMode):
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        tensors: list[torch.Tensor],
-        shadows: list[torch.Tensor],
+        given: Arguments,
         on_device: bool,
         in_backward: bool,
     ) -> None:
@@ -122,10 +120,10 @@ class DispatchMode(TorchDispatchMode):
         if func is aten._to_copy.default or func is aten.copy_.default:
             self._inspect_copy(func, args, kwargs, on_device, in_backward)
         elif func is aten._local_scalar_dense.default:
-            if shadows:
+            if given.shadows:
                 note("host-read", "reads a device tensor")
-        elif shadows:
-            self._inspect_device_work(func, args, kwargs, tensors, in_backward)
+        elif given.shadows:
+            self._inspect_device_work(func, args, kwargs, given, in_backward)
         elif not on_device and kernels.kernel_info(func).draws_random:
             note("host-random", f"{func} draws on the CPU", user_only=True)
 
@@ -155,10 +153,10 @@ class DispatchMode(TorchDispatchMode):
         return source.dim() == 0 and is_setitem and not isinstance(functions.args[-1], torch.Tensor)
 
     def _inspect_device_work(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], in_backward: bool
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Arguments, in_backward: bool
     ) -> None:
         note = self.recorder.note
-        host = [tensor for tensor in tensors if not is_shadow(tensor)]
+        host = given.host
         if func in kernels.READ_INDEX or func in kernels.WRITE_INDEX:
             index = list(args[1])
             if kernels.uses_mask(index) and not kernels.is_scalar_put(func, args):
@@ -197,8 +195,8 @@ class DispatchMode(TorchDispatchMode):
     def _run_in_float32(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """CUDA has half-precision kernels that the CPU lacks: compute in float32 and round."""
         low = (torch.float16, torch.bfloat16)
-        floats = [leaf for leaf in flatten((*args, *kwargs.values())) if isinstance(leaf, torch.Tensor)]
-        dtype = next((leaf.dtype for leaf in floats if leaf.dtype in low), None)
+        tensors = sort_arguments((*args, *kwargs.values())).tensors
+        dtype = next((tensor.dtype for tensor in tensors if tensor.dtype in low), None)
         if dtype is None:
             return func(*args, **kwargs)
         up_args, up_kwargs = pytree.tree_map_only(
@@ -208,22 +206,29 @@ class DispatchMode(TorchDispatchMode):
         return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, result)
 
     # ---- afterwards
-    def _claim(self, func: Any, result: Any, tensors: list[torch.Tensor], on_device: bool) -> list[torch.Tensor]:
+    def _claim(self, func: Any, results: list[torch.Tensor], given: Arguments, on_device: bool) -> list[torch.Tensor]:
         """Put the new tensors among the results on the shadow device, if that is where they live."""
         if not on_device:
             return []
-        results = [result] if isinstance(result, torch.Tensor) else flatten((result,))
         if func is aten._pack_padded_sequence.default:
             results = results[:1]  # batch_sizes lives on the host by design
-        given = {id(tensor) for tensor in tensors}
-        new = [tensor for tensor in results if type(tensor) is torch.Tensor and id(tensor) not in given]
-        return [to_shadow(tensor) for tensor in new]
+        plain = [tensor for tensor in results if type(tensor) is torch.Tensor]
+        if plain and given.host:
+            taken = set(map(id, given.host))
+            plain = [tensor for tensor in plain if id(tensor) not in taken]
+        return [to_shadow(tensor) for tensor in plain]
 
-    def _remember(self, name: str, leaves: list[Any], result: Any, made: list[torch.Tensor], in_backward: bool) -> None:
+    def _remember(
+        self,
+        name: str,
+        given: Arguments,
+        results: list[torch.Tensor],
+        made: list[torch.Tensor],
+        in_backward: bool,
+    ) -> None:
         location = self.recorder.locate()
-        results = [leaf for leaf in flatten((result,)) if isinstance(leaf, torch.Tensor)]
         context = Context(location, self.recorder.hook(), self.module_path(), in_backward)
-        self.operations.append(record(name, leaves, results, context))
+        self.operations.append(record(name, given, results, context))
         for tensor in made:
             self.made_bytes += tensor.numel() * tensor.element_size()
             self.born.append(Born(tensor, location, name, self.ordinal))

@@ -57,6 +57,41 @@ class Difference(NamedTuple):
     after: Operation | None
 
 
+class Arguments(NamedTuple):
+    """The leaves of an operation's arguments."""
+
+    shadows: list[torch.Tensor]
+    """Tensors on the shadow device."""
+    host: list[torch.Tensor]
+    """All other tensors."""
+    scalars: list[Scalar]
+    """Python numbers and strings, in order."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, those on the device first."""
+        return self.shadows + self.host
+
+
+def sort_arguments(args: Iterable[Any]) -> Arguments:
+    """Sort the leaves of an operation's arguments, or of its results."""
+    found = Arguments([], [], [])
+    shadows, host, scalars = found
+    pending = list(args)
+    pending.reverse()
+    while pending:
+        value = pending.pop()
+        if is_shadow(value):
+            shadows.append(value)
+        elif isinstance(value, _SCALARS):
+            scalars.append(value)
+        elif isinstance(value, torch.Tensor):
+            host.append(value)
+        elif isinstance(value, (list, tuple)):
+            pending += reversed(value)
+    return found
+
+
 def flatten(args: Iterable[Any]) -> list[Any]:
     """The leaves of an operation's arguments: lists and tuples only, which is all that operations take."""
     leaves = []
@@ -80,16 +115,14 @@ def host_value(tensor: torch.Tensor) -> float:
     return float(value.real) if isinstance(value, complex) else float(value)
 
 
-def record(name: str, leaves: list[Any], results: list[torch.Tensor], context: Context) -> Operation:
+def record(name: str, given: Arguments, results: list[torch.Tensor], context: Context) -> Operation:
     """Make the record of one operation."""
-    scalars = tuple([leaf for leaf in leaves if isinstance(leaf, _SCALARS)])
     host_values: tuple[float, ...] = ()
-    if not context.in_backward:
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        host = [tensor for tensor in tensors if not is_shadow(tensor) and tensor.dim() == 0]
-        if host and len(host) < len(tensors):
-            host_values = tuple(map(host_value, host))
-    return Operation(name, scalars, host_values, tuple(map(tensor_info, results)), context)
+    if given.host and not context.in_backward:
+        scalars = [tensor for tensor in given.host if tensor.dim() == 0]
+        if given.shadows or len(scalars) < len(given.host):
+            host_values = tuple(map(host_value, scalars))
+    return Operation(name, tuple(given.scalars), host_values, tuple(map(tensor_info, results)), context)
 
 
 def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:

@@ -94,9 +94,10 @@ def _is_api(filename: str) -> bool:
     return filename.endswith(_API_FILES) or _DYNAMO in filename
 
 
-def _is_scaling(library: str, filename: str) -> bool:
-    """Whether Lightning's precision plugin, rather than the user, calls torch's loss scaler."""
-    return library.startswith("torch.amp.grad_scaler") and filename.endswith(_PRECISION_PLUGIN)
+@functools.cache
+def _is_precision_plugin(filename: str) -> bool:
+    """Whether a file is Lightning's precision plugin, which, and not the user, calls torch's loss scaler."""
+    return filename.endswith(_PRECISION_PLUGIN)
 
 
 def _label(frame: FrameType) -> str:
@@ -126,8 +127,11 @@ def locate(boundary: CodeType | None, node: Any = None) -> tuple[Location, Frame
         if kind == "third-party":
             third_party = third_party or frame
             library = library or _label(frame)
-        elif kind == "library" and (library is None or _is_scaling(library, filename)) and not _is_api(filename):
-            library = _label(frame)
+        elif kind == "library":
+            if library is None:
+                library = None if _is_api(filename) else _label(frame)
+            elif _is_precision_plugin(filename) and library.startswith("torch.amp.grad_scaler"):
+                library = _label(frame)
         frame = frame.f_back
     if third_party is not None:
         code = third_party.f_code
