@@ -17,7 +17,7 @@ from zdtrain.source.location import Location
 _MAX_NAMED = 3
 
 
-def _finding(code: str, message: str, location: Location) -> Finding:
+def _finding(code: str, message: str, location: Location, *, in_step: bool = True) -> Finding:
     return make_finding(
         code,
         message,
@@ -25,7 +25,7 @@ def _finding(code: str, message: str, location: Location) -> Finding:
         line=location.line or None,
         function=location.function or None,
         stage="module",
-        in_step=True,
+        in_step=in_step,
     )
 
 
@@ -63,8 +63,15 @@ def audit_registration(root: nn.Module, ignored: frozenset[str]) -> list[Finding
             else:
                 continue
             full = f"{path}.{name}".lstrip(".")
-            findings.append(_finding(code, f"`{full}` {what}", attribute_location(type(module), name)))
+            location = attribute_location(type(module), name)
+            in_step = code != "hidden-submodule" or any(map(_is_trainable, held))
+            findings.append(_finding(code, f"`{full}` {what}", location, in_step=in_step))
     return findings
+
+
+def _is_trainable(value: Any) -> bool:
+    """Whether backward adds to gradients in `value`; nobody zeroes those of a hidden module."""
+    return isinstance(value, nn.Module) and any(parameter.requires_grad for parameter in value.parameters())
 
 
 def _kind(value: Any) -> str:

@@ -267,11 +267,13 @@ _ALL = (
         name="hidden-submodule",
         title="a module inside a Python container is not registered: not moved, not trained, not saved",
         remedy="use nn.ModuleList or nn.ModuleDict",
+        blocks=True,
     ),
     Code(
         name="hidden-parameter",
         title="a parameter inside a Python container is not registered: not moved, not trained, not saved",
         remedy="use nn.ParameterList or nn.ParameterDict",
+        blocks=True,
     ),
     Code(
         name="unused-parameter",
