@@ -83,11 +83,17 @@ def fit(folder: Path, make: Any, capture: str, *, loader: Any = None, ckpt_path:
         optimizers=[optimizer.state_dict() for optimizer in trainer.optimizers],
         rows=text.read_text() if text.exists() else "",
         metrics=dict(trainer.callback_metrics),
-        rng=torch.get_rng_state(),
+        rng=random_state(),
         report=trainer.capture_report,
         module=module,
         trainer=trainer,
     )
+
+
+def random_state() -> Tensor:
+    """Return the states of the host's generator and of the GPU's, where there is one."""
+    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return torch.cat([torch.get_rng_state(), *on_gpu])
 
 
 def assert_same(eager: Outcome, captured: Outcome) -> None:
