@@ -232,7 +232,11 @@ class Capturing(ABC):
         return [*self._tensor_leaves, *(p.grad for p in self._surroundings.parameters), *carried]
 
     def _capture(self, entry: Entry, region: Region, covers: Sequence[Part]) -> None:
-        """Record the region while it runs; where that fails, take it back and run it as it is."""
+        """Record the region while it runs; where that fails, take it back and run it as it is.
+
+        A device graph runs nothing while it is captured, and is not to be trusted before it is compared: what the host
+        did meanwhile is taken back, and the step runs eagerly.
+        """
         session, around, carried = self._session, self._surroundings, entry.carried
         assert carried is not None
         self._results.commit()
@@ -262,13 +266,16 @@ class Capturing(ABC):
         entry.recording = Recording(
             program, recorder, updates=entry.updates, covers=covers, inputs=inputs, n_leaves=len(self._tensor_leaves)
         )
-        if session.device_graphs and session.capture != "compile":  # the device has not run anything so far
-            self._loss, self._output = entry.recording.place(program.run(inputs))
         entry.verified_in = None
         entry.operations, entry.includes_optimizer = len(program), bool(covers)
         entry.captures += 1
         entry.capture_seconds += time.perf_counter() - start
-        session.steps_replayed += 1
+        if session.device_graphs and session.capture == "graph":
+            host.restore()
+            self._batch = batch
+            self._eagerly(region)
+        else:
+            session.steps_replayed += 1
 
     def _record(self, entry: Entry, recorded: Callable[[], list[Any]], inputs: list[Tensor | None]) -> Program:
         session, first = self._session, len(self._tensor_leaves)
