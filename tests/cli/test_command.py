@@ -260,3 +260,32 @@ def test_the_command_line_itself_loads_neither_torch_nor_lightning():
 def test_listing_runs_loads_neither_torch_nor_lightning():
     code = "import sys, zdtrain.cli.runs; assert not {'torch', 'lightning'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("variable", "flags", "capture"),
+    [
+        (None, ["--trainer.capture", "graph"], "graph"),
+        ("graph", [], "graph"),
+        ("off", ["--trainer.capture=graph"], None),
+        (None, [], None),
+    ],
+)
+def test_capture_is_chosen_by_a_flag_or_by_the_environment_which_wins(here, monkeypatch, variable, flags, capture):
+    monkeypatch.delenv("ZDTRAIN_CAPTURE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("ZDTRAIN_CAPTURE", variable)
+    assert main(["fit", "base.yaml", *flags]) == 0
+    (folder,) = find_runs("runs")
+    assert load_run(folder).summary.get("capture") == capture
+
+
+def test_a_capture_that_does_not_exist_is_refused_by_name(here, capsys, monkeypatch):
+    assert main(["fit", "base.yaml", "--trainer.capture", "grap"]) == 2
+    assert error_of(capsys) == (
+        "zdtrain: error: trainer.capture: expected one of 'auto', 'off', 'graph', 'compile', got 'grap'; "
+        "did you mean 'graph'?"
+    )
+    monkeypatch.setenv("ZDTRAIN_CAPTURE", "grap")
+    assert main(["fit", "base.yaml"]) != 0
+    assert "ZDTRAIN_CAPTURE='grap': use one of" in error_of(capsys)
