@@ -1,51 +1,19 @@
 """``zdtrain check CONFIG.yaml``: run a few steps of what a config describes, on a simulated device."""
 
 import argparse
-import inspect
 import os
 import sys
 from pathlib import Path
-from typing import Any
-
-from lightning.pytorch import Trainer
 
 from zdtrain.check.api import check_configured
 from zdtrain.check.findings import SEVERITIES
 from zdtrain.check.formats import FORMATS
 from zdtrain.check.hardware import has_gpu
 from zdtrain.check.report import CheckReport
-from zdtrain.cli.arguments import configs_first
-from zdtrain.cli.training import TrainingCLI
+from zdtrain.cli.configured import ConfiguredRun
 from zdtrain.errors import ConfigError
 
 EXIT_CLEAN, EXIT_FOUND, EXIT_USAGE = 0, 1, 2
-
-
-class ConfiguredRun(TrainingCLI):
-    """Reads a config as ``zdtrain fit`` does and makes the module and the data, but no Trainer and no run.
-
-    Args:
-        args: config files and flags, as for ``zdtrain fit``.
-    """
-
-    def __init__(self, args: list[str]) -> None:
-        self.trainer_options: dict[str, Any] = {}
-        super().__init__(["fit", *configs_first(args)])
-
-    def instantiate_trainer(self, **kwargs: Any) -> Any:  # noqa: ARG002 - LightningCLI's signature
-        """Keep what stock Lightning knows, and the scalars; a check runs under its own Trainer."""
-        given = vars(self._get(self.config_init, "trainer"))
-        known = {*inspect.signature(Trainer.__init__).parameters, "scalars"}
-        options = {name: value for name, value in given.items() if name in known and value is not None}
-        extra = [self._get(self.config_init, key) for key in self._parser(self.subcommand).callback_keys]
-        self.trainer_options = {**options, "callbacks": [*_as_list(options.get("callbacks")), *extra]}
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Run nothing: the check does."""
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -37,6 +37,7 @@ COMMANDS = {
     "test": Command("zdtrain.cli.training:test", "run the test set once"),
     "predict": Command("zdtrain.cli.training:predict", "predict on a data set"),
     "check": Command("zdtrain.check.cli:main", "find what would make a GPU wait, on a machine without one"),
+    "bench": Command("zdtrain.cli.bench:main", "time steps of a model: stock Lightning, zdtrain, captured, lowered"),
     "lint": Command("zdtrain.lint.cli:main", "find host reads and what a capture gets wrong, from source alone"),
     "rule": Command("zdtrain.lint.cli:rule_main", "explain a rule of the linter"),
     "runs": Command("zdtrain.cli.runs:main", "list recorded runs"),
