@@ -31,7 +31,10 @@ class FallbackReason:
     """The user's file that caused it, where one is known."""
     line: int | None = None
     """Line in `file`, counted from 1."""
+    step: str | None = None
+    """The step that it keeps from being captured, where that is not the training step: ``"validation_step"``."""
 
     def __str__(self) -> str:
         where = f" ({self.file}:{self.line})" if self.file else ""
-        return f"{self.message}{where} [{self.code}]"
+        who = f"{self.step}: " if self.step else ""
+        return f"{who}{self.message}{where} [{self.code}]"

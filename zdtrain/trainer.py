@@ -18,6 +18,7 @@ from zdtrain.loop.accounting import accounted
 from zdtrain.loop.capturing import CanCapture
 from zdtrain.loop.connector import LoggerConnector
 from zdtrain.loop.epoch import EpochLoop
+from zdtrain.loop.evaluation import EvaluationLoop
 from zdtrain.loop.rows import StepRows
 from zdtrain.loop.run_scalars import ScalarsState, run_scalars
 from zdtrain.loop.stop import CanTakeBackStop, LatchedStop, StopRequests
@@ -26,7 +27,6 @@ from zdtrain.monitor.base import Monitor
 from zdtrain.monitor.statistics import Statistics
 from zdtrain.records.recorder import RunRecorder, attach_recorder, recorder_for
 from zdtrain.scalars import DeviceScalars
-from zdtrain.step.results import StepResults
 
 
 class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
@@ -105,8 +105,8 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
         self._logger_connector = self._connector = LoggerConnector(self, self._logger_connector, self.drain)
         epoch_loop = EpochLoop(self, self.fit_loop.epoch_loop, lightning_quirks=lightning_quirks)
         self.fit_loop.epoch_loop = epoch_loop
-        for loop in (self.validate_loop, self.test_loop):
-            loop._results = StepResults(training=False)
+        self.validate_loop = EvaluationLoop(self, self.validate_loop)
+        self.test_loop = EvaluationLoop(self, self.test_loop)
         self._scalars: DeviceScalars | None = None  # made when somebody wants them
         self.counters_on_device = False
         if scalars is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from zdtrain.config import TrainerOptions
+from zdtrain.config import Capture, TrainerOptions
 from zdtrain.drain import Drain
 from zdtrain.errors import FallbackReason
 from zdtrain.records.recorder import RunRecorder
@@ -22,11 +22,16 @@ class CanCapture:
     drain: Drain
     recorder: RunRecorder | None
     _captures: CaptureSession | None = None
+    """Of training steps."""
+    _evaluations: CaptureSession | None = None
+    """Of validation or test steps."""
 
     @property
     def capture_report(self) -> CaptureReport:
-        """What captured steps did in the last fit: programs, replays, and why other steps ran eagerly."""
+        """What captured steps did in the last fit, validate or test: programs, replays, why other steps ran eagerly."""
         report = CaptureReport(capture="off") if self._captures is None else self._captures.report()
+        if self._evaluations is not None:
+            report = report.with_evaluation(self._evaluations.report())
         loop = self.fit_loop.epoch_loop  # type: ignore[attr-defined]
         return replace(report, fallbacks=(*loop.fallbacks, *report.fallbacks))
 
@@ -55,35 +60,49 @@ class CanCapture:
         return super().logged_metrics  # type: ignore[misc,no-any-return]
 
     def _note_read(self, name: str) -> None:
-        if self._captures is not None and self._captures.watch is not None:
-            self._captures.watch.note_read(name)
+        for session in (self._captures, self._evaluations):
+            if session is not None and session.watch is not None:
+                session.watch.note_read(name)
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
-        """Capture the training steps of the body, and say afterwards what became of them."""
-        if not self.training:  # type: ignore[attr-defined]
+        """Capture the steps of the body, and say afterwards what became of them."""
+        trainer: Any = self
+        if trainer.predicting:
             yield
             return
         capture = self.options.capture_in_effect()
-        self._captures = None
-        if capture != "off":
-            runtime = self.drain.runtime
-            self._captures = CaptureSession(
-                capture=capture,
-                verify=self.options.verify_capture,
-                runtime=runtime,
-                tell=self.tell,
-                device_graphs=runtime.device.type == "cuda",
-            )
-        self.fit_loop.epoch_loop.captures = self._captures  # type: ignore[attr-defined]
-        stream = nullcontext() if self._captures is None else self.drain.runtime.training()
+        if trainer.training:
+            loop, step = trainer.fit_loop.epoch_loop.val_loop, "validation_step"
+        elif trainer.testing:
+            loop, step = trainer.test_loop, "test_step"
+        else:
+            loop, step = trainer.validate_loop, "validation_step"
+        on = capture != "off"
+        self._captures = self._session(capture, "training_step") if on and trainer.training else None
+        self._evaluations = self._session(capture, step) if on else None
+        trainer.fit_loop.epoch_loop.captures, loop.captures = self._captures, self._evaluations
+        stream = self.drain.runtime.training() if on else nullcontext()
         try:
             with stream:  # graphs cannot be captured on the default stream, nor gradients bound to another one
                 yield
         finally:
-            if self._captures is not None:
-                self._captures.release()  # teardown moves what the programs write to
+            for session in (self._captures, self._evaluations):
+                if session is not None:
+                    session.release()  # teardown moves what the programs write to
+            if on:
                 self._publish(self.capture_report)
+
+    def _session(self, capture: Capture, step: str) -> CaptureSession:
+        runtime = self.drain.runtime
+        return CaptureSession(
+            capture=capture,
+            verify=self.options.verify_capture,
+            runtime=runtime,
+            tell=self.tell,
+            device_graphs=runtime.device.type == "cuda",
+            step=step,
+        )
 
     def tell(self, reason: FallbackReason) -> None:
         """Put a reason for not running or capturing a step the short way into the run folder, if there is one."""
@@ -100,5 +119,7 @@ class CanCapture:
                 captures=sum(program.captures for program in report.programs),
                 steps_replayed=report.steps_replayed,
                 steps_eager=report.steps_eager,
+                evaluation_replayed=report.evaluation_replayed,
+                evaluation_eager=report.evaluation_eager,
                 host_reads_in_step=report.host_reads,
             )

@@ -45,14 +45,14 @@ class LoggerConnector(_LoggerConnector):
             self.publish()
         super().on_batch_start(batch, dataloader_idx)
 
-    def start_step(self, results: StepResults, batch: Any) -> None:
+    def start_step(self, results: StepResults, batch: Any, dataloader_idx: int | None = None) -> None:
         """Do what `on_batch_start` does, for results that are already at hand."""
         if self._unpublished is not None and self._unpublished is not results:
             self.publish()
         self._first_loop_iter = self._first_loop_iter is None
         results.batch = batch
         results.batch_size = None
-        results.dataloader_idx = None
+        results.dataloader_idx = dataloader_idx
 
     def on_batch_end(self) -> None:
         """Fold the step's values into the epoch and drop the batch."""

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from zdtrain.errors import ConfigError, FallbackReason
 from zdtrain.loop.connector import LoggerConnector
+from zdtrain.loop.evaluation import EvaluationLoop
 from zdtrain.loop.monitoring import Monitoring
 from zdtrain.loop.plan import StepPlan, reasons_for_stock
 from zdtrain.monitor.guard import StepGuard
@@ -32,7 +33,7 @@ class EpochLoop(_TrainingEpochLoop):
         super().__init__(trainer, min_steps=stock.min_steps, max_steps=stock.max_steps)
         self.automatic_optimization = WindowedOptimization(trainer, lightning_quirks=lightning_quirks)
         self._results = self.results = StepResults(training=True)
-        self.val_loop._results = StepResults(training=False)
+        self.val_loop = EvaluationLoop(trainer, stock.val_loop)
         self.plan: StepPlan | None = None
         self.captures: CaptureSession | None = None  # the Trainer's, while it captures steps
         self.monitoring: Monitoring | None = None  # the Trainer's, while it watches steps

@@ -44,13 +44,13 @@ class Feed:
         if self._waiting and loader is not None:
             loader.hand_out()
             return self._waiting.popleft()
-        return self._move(self._next_of_fetcher() if loader is None else loader.next())
+        return self.move(self._next_of_fetcher() if loader is None else loader.next())
 
     def peek(self, count: int) -> list[Any]:
         """Return the next `count` batches, on the device, without handing them out; fewer where the epoch ends."""
         missing = count - len(self._waiting)
         if missing > 0 and self._loader is not None:
-            self._waiting.extend(self._move(batch) for batch in islice(self._loader.read_ahead(), missing))
+            self._waiting.extend(self.move(batch) for batch in islice(self._loader.read_ahead(), missing))
         return list(islice(self._waiting, count))
 
     def close(self) -> None:
@@ -63,14 +63,15 @@ class Feed:
         batch, _, _ = next(self._fetcher)
         return batch
 
-    def _move(self, batch: Any) -> Any:
+    def move(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Return `batch`, which the loader with this index gave, on the device."""
         if self._convert is not None:
             batch = self._convert(batch)
         if not self._hooked:
             resident = self._resident(batch)
             if resident is not None:
                 return resident
-        return self._transfer(batch)
+        return self._transfer(batch, dataloader_idx)
 
     def _resident(self, batch: Any) -> Any | None:
         """Return a flat batch whose tensors are all on the device already; None where something has to move.
@@ -89,12 +90,12 @@ class Feed:
     def _is_resident(self, item: Any) -> bool:
         return type(item) is Tensor and item.device == self._device
 
-    def _transfer(self, batch: Any) -> Any:
+    def _transfer(self, batch: Any, dataloader_idx: int) -> Any:
         module = self._module
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
         attributes = module.__dict__
         previous = attributes["_current_fx_name"]
         attributes["_current_fx_name"] = "batch_to_device"
-        batch = self._strategy.batch_to_device(batch, dataloader_idx=0)
+        batch = self._strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
         attributes["_current_fx_name"] = previous
         return batch

@@ -1,6 +1,6 @@
 """Whether an epoch's steps can take the short path, and if not, why."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -14,11 +14,13 @@ from zdtrain.loop.ahead import copy_ahead, reasons_against
 from zdtrain.loop.feed import Feed
 from zdtrain.step.captured import CapturedStep
 from zdtrain.step.eager import EagerStep
+from zdtrain.step.evaluation import CapturedEvaluation, EvaluationStep
 from zdtrain.step.hooks import Hooks, overrides
 from zdtrain.step.manual import CapturedManualStep
 from zdtrain.step.optimization import WindowedOptimization
 
 # Methods that the short path does not call: whoever replaces one of them gets stock Lightning's loop.
+_EVALUATION = ("validation_step", "test_step", "batch_to_device")
 _STRATEGY = (
     "training_step",
     "post_training_step",
@@ -38,12 +40,13 @@ _PRECISION = (
     "_wrap_closure",
     "_clip_gradients",
 )
-_MODULE = ("optimizer_step", "_on_before_batch_transfer", "_apply_batch_transfer_handler", "_call_batch_hook")
+_TRANSFER = ("_on_before_batch_transfer", "_apply_batch_transfer_handler", "_call_batch_hook")
+_MODULE = ("optimizer_step", *_TRANSFER)
 _AS_IMPORTED: dict[type, dict[str, Any]] = {
     base: {name: getattr(base, name) for name in names}
     for base, names in (
-        (Strategy, _STRATEGY),
-        (SingleDeviceStrategy, _STRATEGY),
+        (Strategy, (*_STRATEGY, *_EVALUATION)),
+        (SingleDeviceStrategy, (*_STRATEGY, *_EVALUATION)),
         (Precision, _PRECISION),
         (MixedPrecision, _PRECISION),
         (LightningModule, _MODULE),
@@ -83,39 +86,50 @@ class StepPlan:
         self.validates = trainer.fit_loop.epoch_loop._should_check_val_epoch()
 
 
+class EvaluationPlan:
+    """What one run of a validation or test needs, resolved once.
+
+    Args:
+        trainer: The Trainer, with its module attached.
+        loop: The evaluation loop.
+    """
+
+    def __init__(self, trainer: Trainer, loop: Any) -> None:
+        kind = "test" if trainer.testing else "validation"
+        names = self.batch_start, self.batch_end = f"on_{kind}_batch_start", f"on_{kind}_batch_end"
+        self.hooks = Hooks(trainer, names)
+        self.feed = Feed(trainer, loop._data_fetcher)
+        self.several_loaders = loop._is_sequential and loop.num_dataloaders > 1
+        self.step: EvaluationStep
+        if loop.captures is None:
+            self.step = EvaluationStep(trainer, _step_name(trainer), loop.results)
+        else:
+            loop.captures.make_room(loop.num_dataloaders)
+            self.step = CapturedEvaluation(
+                trainer, _step_name(trainer), loop.results, loop.captures, hooks=names, run_number=loop.num_runs
+            )
+
+
 def reasons_for_stock(trainer: Trainer, fetcher: _DataFetcher) -> Iterator[FallbackReason]:
     """Yield what keeps this epoch's steps on stock Lightning's own loop."""
     module, strategy, precision = trainer.lightning_module, trainer.strategy, trainer.precision_plugin
-    profiler: object = trainer.profiler  # type: ignore[attr-defined]
     optimization = trainer.fit_loop.epoch_loop.automatic_optimization
-    if type(profiler) is not PassThroughProfiler:
-        yield FallbackReason(
-            code="profiler",
-            message=f"{type(profiler).__name__} times stock Lightning's own loop; drop profiler= to lift this",
-        )
+    yield from _common_reasons(trainer, fetcher, "training_step", _STRATEGY)
     loop = trainer.fit_loop.epoch_loop
     by_hand = not module.automatic_optimization
     if by_hand and (not strategy._optimizers or loop.captures is None or loop.guard is not None):
         yield FallbackReason(
             code="manual-optimization", message="the module optimizes by hand (automatic_optimization=False)"
         )
-    if isinstance(fetcher, _DataLoaderIterDataFetcher):
-        yield FallbackReason(code="dataloader-iter", message="training_step takes the data loader's iterator")
-    if type(strategy) is not SingleDeviceStrategy or trainer.world_size > 1:
-        yield FallbackReason(
-            code="strategy", message=f"strategy {type(strategy).__name__} runs the step in its own way"
-        )
-    elif replaced := replaced_method(strategy, SingleDeviceStrategy):
-        yield FallbackReason(code="strategy", message=f"{type(strategy).__name__}.{replaced} is replaced")
     scales = isinstance(precision, MixedPrecision) and precision.scaler is not None
     base = MixedPrecision if isinstance(precision, MixedPrecision) else Precision
     if scales:
         yield FallbackReason(
             code="loss-scaler", message="16-mixed precision scales the loss and may skip steps on the host"
         )
-    elif replaced := replaced_method(precision, base):
+    elif replaced := replaced_method(precision, base, _PRECISION):
         yield FallbackReason(code="precision", message=f"{type(precision).__name__}.{replaced} is its own")
-    if replaced := replaced_method(module, LightningModule):
+    if replaced := replaced_method(module, LightningModule, _MODULE):
         yield FallbackReason(
             code="module-hook",
             message=f"{type(module).__name__}.{replaced} is overridden and may drive the step itself",
@@ -128,9 +142,44 @@ def reasons_for_stock(trainer: Trainer, fetcher: _DataFetcher) -> Iterator[Fallb
         yield FallbackReason(code="skip-backward", message="a callback skips the backward pass of this epoch")
 
 
-def replaced_method(instance: object, base: type) -> str | None:
-    """Return the name of a bypassed method of `instance` that is not `base`'s own, as imported; None if all are."""
-    for name, function in _AS_IMPORTED[base].items():
-        if name in getattr(instance, "__dict__", {}) or getattr(type(instance), name) is not function:
+def reasons_for_stock_evaluation(trainer: Trainer, loop: Any) -> Iterator[FallbackReason]:
+    """Yield what keeps the steps of `loop`, an evaluation loop, on stock Lightning's own."""
+    module = trainer.lightning_module
+    yield from _common_reasons(trainer, loop._data_fetcher, _step_name(trainer), _EVALUATION)
+    if trainer.strategy.model is not module:
+        yield FallbackReason(code="strategy", message="the strategy wraps the module and drives its step itself")
+    if replaced := replaced_method(module, LightningModule, _TRANSFER):
+        yield FallbackReason(code="module-hook", message=f"{type(module).__name__}.{replaced} is overridden")
+
+
+def _common_reasons(
+    trainer: Trainer, fetcher: _DataFetcher, step: str, bypassed: Sequence[str]
+) -> Iterator[FallbackReason]:
+    profiler: object = trainer.profiler  # type: ignore[attr-defined]
+    strategy = trainer.strategy
+    if type(profiler) is not PassThroughProfiler:
+        yield FallbackReason(
+            code="profiler",
+            message=f"{type(profiler).__name__} times stock Lightning's own loop; drop profiler= to lift this",
+        )
+    if isinstance(fetcher, _DataLoaderIterDataFetcher):
+        yield FallbackReason(code="dataloader-iter", message=f"{step} takes the data loader's iterator")
+    if type(strategy) is not SingleDeviceStrategy or trainer.world_size > 1:
+        yield FallbackReason(
+            code="strategy", message=f"strategy {type(strategy).__name__} runs the step in its own way"
+        )
+    elif replaced := replaced_method(strategy, SingleDeviceStrategy, bypassed):
+        yield FallbackReason(code="strategy", message=f"{type(strategy).__name__}.{replaced} is replaced")
+
+
+def _step_name(trainer: Trainer) -> str:
+    return "test_step" if trainer.testing else "validation_step"
+
+
+def replaced_method(instance: object, base: type, names: Sequence[str]) -> str | None:
+    """Return which of the methods `names` of `instance` is not `base`'s own, as imported; None if all are."""
+    as_imported = _AS_IMPORTED[base]
+    for name in names:
+        if name in getattr(instance, "__dict__", {}) or getattr(type(instance), name) is not as_imported[name]:
             return name
     return None

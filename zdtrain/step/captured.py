@@ -43,7 +43,10 @@ class CapturedStep(Capturing, EagerStep):
         super().__init__(trainer, hooks)
         self._obstacles = tuple(module_obstacles(self._module))
         self._users_between = changes_between_steps(self._module, trainer.callbacks)  # type: ignore[attr-defined]
-        self._fingerprints = Fingerprints(trainer, self._module, session, every_step=self._users_between)
+        validation = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
+        self._fingerprints = Fingerprints(
+            self._module, session, every_step=self._users_between, interruptions=lambda: validation.ready
+        )
 
     def _use(self, optimizer: torch.optim.Optimizer) -> None:
         super()._use(optimizer)
@@ -75,11 +78,7 @@ class CapturedStep(Capturing, EagerStep):
         try:
             return super().run(batch, batch_idx, accumulate)
         finally:
-            self._entry = None
-            self._tensor_leaves = []
-            if not self._session.started:
-                self._session.started = True
-                self._fingerprints.look_again()  # lazy modules came into being
+            self._let_go()
 
     def _find_entry(self, batch: Any, batch_idx: int, accumulate: bool) -> Entry | None:
         """Return what is known of steps like this one; None where they run eagerly whatever they are."""
@@ -133,6 +132,10 @@ class CapturedStep(Capturing, EagerStep):
     def _replay(self, entry: Entry, recording: Recording) -> None:
         super()._replay(entry, recording)
         self._ran = True
+
+    @property
+    def _is_first(self) -> bool:
+        return self._connector._first_loop_iter is not False
 
     @property
     def _round(self) -> int:

@@ -73,6 +73,11 @@ class Capturing(ABC):
 
     @property
     @abstractmethod
+    def _is_first(self) -> bool:
+        """Whether this is a step in which Lightning declares or resets what is logged: an epoch's first."""
+
+    @property
+    @abstractmethod
     def _round(self) -> int:
         """What a program is compared with an eager step once in: the epoch."""
 
@@ -88,8 +93,8 @@ class Capturing(ABC):
         for storage, operation in seen.watch.written.items():
             if storage not in known:
                 what = (
-                    f"{operation.name} writes to a tensor that is no attribute of a module, so that no comparison "
-                    "can take it back: make it a buffer"
+                    f"{operation.name} writes to a tensor that is neither buffer nor attribute of a module, so that no "
+                    "comparison can take it back: make it a buffer"
                 )
                 yield reason_at(operation.place, "outside-write", what)
         for slot in around.slots():
@@ -128,16 +133,22 @@ class Capturing(ABC):
         )
         return self._session.entry(self._key, lambda: describe(leaves, name()))
 
+    def _let_go(self) -> None:
+        """Forget the step that ended."""
+        self._entry, self._tensor_leaves = None, []
+        if not self._session.started:
+            self._session.started = True
+            self._fingerprints.look_again()  # lazy modules came into being
+
     def _through(self, region: Region, covers: Sequence[Part] = ()) -> None:
         """Run the region: as it is, watched, recorded, compared with its program, or as a replay."""
         entry, session = self._entry, self._session
-        first = self._connector._first_loop_iter is not False
         if entry is None:
             region()
         elif entry.reason is not None:
             self._eagerly(region)
-        elif entry.recording is None and (first or not entry.warm):
-            entry.warm = True  # on an epoch's first batch Lightning declares and resets what is logged
+        elif entry.recording is None and (self._is_first or not entry.warm):
+            entry.warm = True
             self._eagerly(region)
         elif entry.recording is None and len(entry.observations) < WATCHED_STEPS:
             self._watch(entry, region)

@@ -40,7 +40,7 @@ class EagerStep:
         self._strategy = trainer.strategy
         self._use(self._strategy._optimizers[0])
         self._takes_batch_idx = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        self._forward_context = forward_context(trainer.precision_plugin)
+        self._forward_context = forward_context(trainer.precision_plugin, "train_step_context")
         self._log = (
             StepLog(module, "training_step", epoch_loop._results, trainer._logger_connector)  # type: ignore[arg-type]
             if can_replace_log(module)
@@ -236,10 +236,10 @@ def unobserved_step(optimizer: Optimizer) -> Callable[..., Any] | None:
     return step.__wrapped__  # type: ignore[attr-defined, no-any-return]
 
 
-def forward_context(precision: Precision) -> Callable[[], AbstractContextManager[None]] | None:
-    """Return the context that `precision` runs a training step in; None where it does nothing."""
+def forward_context(precision: Precision, name: str) -> Callable[[], AbstractContextManager[None]] | None:
+    """Return the context that `precision` runs a step in, such as its `train_step_context`, or None."""
     plain = (
-        type(precision).train_step_context is Precision.train_step_context
+        getattr(type(precision), name) is getattr(Precision, name)
         and type(precision).forward_context is Precision.forward_context
     )
-    return None if plain else precision.train_step_context
+    return None if plain else getattr(precision, name)

@@ -138,5 +138,6 @@ def capture_graph(
 @torch.no_grad()
 def static_copy(tensor: Tensor) -> Tensor:
     """Return a copy at an address of its own, in the same layout."""
-    buffer = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return buffer.copy_(tensor).requires_grad_(tensor.requires_grad)
+    with torch.inference_mode(False):  # tensors made in inference mode do not count what is written to them
+        buffer = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return buffer.copy_(tensor).requires_grad_(tensor.requires_grad)

@@ -1,6 +1,6 @@
 """Which hooks somebody overrides, resolved once per epoch, so that a step calls those and no others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,14 +33,16 @@ class Hooks:
 
     Args:
         trainer: The Trainer, with its module attached.
+        names: The hooks.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, names: Sequence[str] = STEP_HOOKS) -> None:
         self._trainer = trainer
+        self._names = names
         self._module = module = trainer.lightning_module
         self._attributes = module.__dict__  # `_current_fx_name` is written past nn.Module's `__setattr__`
         self._own: dict[str, Callable[..., Any] | None] = {}
-        for name in STEP_HOOKS:
+        for name in names:
             own = getattr(module, name)
             self._own[name] = own if overrides(module, name, LightningModule) and callable(own) else None
         self._resolve_callbacks()
@@ -48,10 +50,10 @@ class Hooks:
     def _resolve_callbacks(self) -> None:
         self._callbacks: list[Callback] = list(self._trainer.callbacks)  # type: ignore[attr-defined]
         self._calls: dict[str, list[Callable[..., Any]]] = {}
-        for name in STEP_HOOKS:
+        for name in self._names:
             calls = [callback_hook(callback, name) for callback in self._callbacks]
             self._calls[name] = [partial(call, self._trainer, self._module) for call in calls if call is not None]
-        self.nobody = frozenset(n for n in STEP_HOOKS if not self._calls[n] and self._own[n] is None)
+        self.nobody = frozenset(n for n in self._names if not self._calls[n] and self._own[n] is None)
 
     def __call__(self, name: str, *args: Any) -> Any:
         """Call hook `name` of everybody who overrides it; return what the module's own returned."""

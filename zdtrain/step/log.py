@@ -13,6 +13,8 @@ from torchmetrics import Metric
 
 from zdtrain.step.results import MetricSlot, StepResults
 
+_ADD_DATALOADER_IDX = 8  # its place among a call's flags
+
 
 class StepLog:
     """Stands in for `LightningModule.log` during one hook.
@@ -23,7 +25,7 @@ class StepLog:
     Args:
         module: The module whose `log` is replaced.
         hook: The hook during which it is replaced, e.g. ``"training_step"``.
-        results: Where the values go.
+        results: Where the values go. Each of several data loaders has a `StepLog` of its own.
         connector: Knows whether this is the first batch of an epoch, on which stock Lightning resets metrics.
     """
 
@@ -98,7 +100,10 @@ class StepLog:
         return results.batch_size
 
     def _remember(self, name: str, flags: tuple[Any, ...], value: Any) -> None:
-        entry = self._results.get(f"{self._hook}.{name}")
+        key, index = f"{self._hook}.{name}", self._results.dataloader_idx
+        if index is not None and flags[_ADD_DATALOADER_IDX]:
+            key += f".{index}"
+        entry = self._results.get(key)
         if isinstance(entry, MetricSlot):
             if not entry.meta.sync.should:
                 self._declared[name] = (flags, entry)

@@ -54,9 +54,17 @@ def _is_torchs(hook: Any) -> bool:
     return (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.")
 
 
-def changes_between_steps(module: LightningModule, callbacks: Iterable[Callback]) -> bool:
-    """Return whether code of the user runs between two steps, where it may change what a program holds by value."""
-    for name in HOOKS_OUTSIDE:
+def changes_between_steps(
+    module: LightningModule, callbacks: Iterable[Callback], hooks: Iterable[str] = HOOKS_OUTSIDE
+) -> bool:
+    """Return whether code of the user runs between two steps, where it may change what a program holds by value.
+
+    Args:
+        module: The module.
+        callbacks: The callbacks.
+        hooks: What is called between two steps.
+    """
+    for name in hooks:
         if overrides(module, name, LightningModule):
             return True
         for callback in callbacks:

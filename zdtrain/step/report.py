@@ -1,6 +1,6 @@
 """What became of the steps of a run: programs, replays, and why others stayed eager."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zdtrain.errors import FallbackReason
 
@@ -9,6 +9,8 @@ from zdtrain.errors import FallbackReason
 class ProgramReport:
     """One captured program."""
 
+    step: str
+    """What it is of: ``"training_step"``, ``"validation_step"`` or ``"test_step"``."""
     key: str
     """What it was captured for, in words: input shapes, accumulation phase."""
     capture: str
@@ -37,7 +39,7 @@ class ProgramReport:
     def row(self) -> tuple[str, ...]:
         """Return the program's line of the table."""
         return (
-            self.key,
+            self.key if self.step == "training_step" else f"{self.step}: {self.key}",
             str(self.replays),
             str(self.captures),
             f"{self.capture_seconds:.2f}",
@@ -60,9 +62,25 @@ class CaptureReport:
     host_reads: int = 0
     """Host reads seen in watched steps."""
     steps_eager: int = 0
-    """Steps that ran eagerly: warm-up, verification and fallbacks."""
+    """Training steps that ran eagerly: warm-up, verification and fallbacks."""
     steps_replayed: int = 0
-    """Steps that a program ran; a step during which one is recorded counts too."""
+    """Training steps that a program ran; a step during which one is recorded counts too."""
+    evaluation_eager: int = 0
+    """Validation and test steps that ran eagerly."""
+    evaluation_replayed: int = 0
+    """Validation and test steps that a program ran."""
+
+    def with_evaluation(self, other: "CaptureReport") -> "CaptureReport":
+        """Return this report of training steps together with one of evaluation steps."""
+        return replace(
+            self,
+            capture=other.capture,
+            programs=(*self.programs, *other.programs),
+            fallbacks=(*self.fallbacks, *other.fallbacks),
+            host_reads=self.host_reads + other.host_reads,
+            evaluation_eager=self.evaluation_eager + other.steps_eager,
+            evaluation_replayed=self.evaluation_replayed + other.steps_replayed,
+        )
 
     def table(self) -> str:
         """Return the report as a short table."""
@@ -70,6 +88,7 @@ class CaptureReport:
             ("program", "replays", "captures", "capture s", "memory", "verified", "verify s"),
             *(program.row() for program in self.programs),
             ("eager", str(self.steps_eager), "", "", "", "", ""),
+            *([("eager evaluation", str(self.evaluation_eager), "", "", "", "", "")] if self.evaluation_eager else []),
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,7 +1,7 @@
 """What captured steps of one fit share: the programs, the reasons against them, the counts."""
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,11 +16,11 @@ from zdtrain.step.program import LeastRecentlyUsed
 from zdtrain.step.recording import Recording
 from zdtrain.step.report import CaptureReport, ProgramReport
 
+TRAINING_STEP = "training_step"
 MAX_PROGRAMS = 8
 WATCHED_STEPS = 2
 MAX_MISFITS = 4
 MAX_FAILURES = 2  # another thread's work on the device may spoil a capture
-MANY_KEYS = 4 * MAX_PROGRAMS
 MAX_FINGERPRINTS = 64
 
 
@@ -58,11 +58,12 @@ class Entry:
     verify_seconds: float = 0.0
     includes_optimizer: bool = False
 
-    def report(self, capture: str) -> ProgramReport:
+    def report(self, session: "CaptureSession") -> ProgramReport:
         """Return what became of the program."""
         return ProgramReport(
+            step=session.step,
             key=self.name,
-            capture=capture,
+            capture=session.capture,
             operations=self.operations,
             includes_optimizer=self.includes_optimizer,
             captures=self.captures,
@@ -84,6 +85,7 @@ class CaptureSession:
         runtime: The device door.
         device_graphs: Capture steps in graphs of the device instead of op tapes.
         tell: Called with each new reason for an eager step.
+        step: The step that is captured.
     """
 
     def __init__(
@@ -94,7 +96,9 @@ class CaptureSession:
         runtime: Runtime,
         tell: Callable[[FallbackReason], None],
         device_graphs: bool = False,
+        step: str = TRAINING_STEP,
     ) -> None:
+        self.step = step
         self.device_graphs = device_graphs
         self.capture = capture
         self.verify = verify
@@ -122,12 +126,17 @@ class CaptureSession:
             entry = Entry(name=name(), verification="not yet" if self.verify else "off")
             self._entries.add(key, entry)
             self._n_entries += 1
-            if self._n_entries > MANY_KEYS and self.steps_replayed < self.steps_eager:
+            if self._n_entries > 4 * self._entries.cap and self.steps_replayed < self.steps_eager:
                 what = (
-                    f"there are over {MANY_KEYS} kinds of steps and {MAX_PROGRAMS} are kept: pad batches to few shapes"
+                    f"there are over {4 * self._entries.cap} kinds of steps and {self._entries.cap} are kept: "
+                    "pad batches to few shapes"
                 )
                 self.note(FallbackReason(code="many-keys", message=what))
         return entry
+
+    def make_room(self, kinds: int) -> None:
+        """Keep as many programs for each of so many kinds of batches, such as those of several data loaders."""
+        self._entries.cap = MAX_PROGRAMS * kinds
 
     def move(self, old: Hashable, new: Hashable) -> None:
         """Keep the steps of one key under another, because more is known of what belongs in it."""
@@ -157,6 +166,8 @@ class CaptureSession:
 
     def note(self, reason: FallbackReason) -> None:
         """Keep a reason and tell of it, once."""
+        if self.step != TRAINING_STEP:
+            reason = replace(reason, step=self.step)
         if reason not in self.fallbacks:
             self.fallbacks[reason] = None
             self._tell(reason)
@@ -180,12 +191,12 @@ class CaptureSession:
 
     def _keep_report(self, entry: Entry) -> None:
         if entry.captures:
-            self._reports.append(entry.report(self.capture))
+            self._reports.append(entry.report(self))
         entry.recording = None
 
     def report(self) -> CaptureReport:
         """Return what captured steps did so far."""
-        current = [entry.report(self.capture) for entry in self._entries.entries.values() if entry.captures]
+        current = [entry.report(self) for entry in self._entries.entries.values() if entry.captures]
         return CaptureReport(
             capture=self.capture,
             programs=(*self._reports, *current),

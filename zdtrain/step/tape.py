@@ -102,13 +102,18 @@ def record(function: Function, inputs: Sequence[Tensor | None], kind: type[Kind]
         kind: `Tape`, or `LoweredTape` to have the operations compiled.
     """
     positions = [index for index, tensor in enumerate(inputs) if tensor is not None]
-    versions = {index: tensor._version for index, tensor in enumerate(inputs) if tensor is not None}
+    versions = {index: version_of(tensor) for index, tensor in enumerate(inputs) if tensor is not None}
     graph: fx.GraphModule = make_fx(lambda *_: function())(*[inputs[index] for index in positions])
     for node in reversed(list(graph.graph.nodes)):
         if "profiler" in str(node.target):
             graph.graph.erase_node(node)
-    written = [index for index, version in versions.items() if inputs[index]._version != version]  # type: ignore[union-attr]
+    written = [i for i, version in versions.items() if version is None or version_of(inputs[i]) != version]  # type: ignore[arg-type]
     return kind(graph, positions, written)
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return how often `tensor` was written to; None for one made in inference mode, which does not count."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _drop_unused(graph: fx.GraphModule, positions: Sequence[int]) -> list[int]:
