@@ -219,7 +219,10 @@ def test_validation_in_the_middle_of_an_epoch_needs_no_new_program(tmp_path):
             return batches(2)
 
     run = both(tmp_path, Net, val_check_interval=4)
-    assert [program.captures for program in run.report.programs] == [1]
+    assert [(program.step, program.captures) for program in run.report.programs] == [
+        ("training_step", 1),
+        ("validation_step", 1),
+    ]
     assert run.report.steps_replayed > 25
 
 
