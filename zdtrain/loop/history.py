@@ -48,6 +48,10 @@ class History:
         batches, schedulers = loop.batch_progress, loop.scheduler_progress
         trackers = (batches, optimizer.step, optimizer.zero_grad, schedulers)
         self._trackers = [counter for tracker in trackers for counter in (tracker.current, tracker.total)]
+        self._fields = [vars(counter) for counter in self._trackers]
+        self._updates = vars(schedulers.total)
+        self._slots: list[MetricSlot] = []
+        self._num_results = -1
         self._schedulers = [c.scheduler for c in trainer.lr_scheduler_configs if c.interval == "step"]
         self._marks: deque[Mark] = deque()
         self._schedules: dict[int, Schedule] = {}  # by number of updates
@@ -58,13 +62,11 @@ class History:
 
     def mark(self) -> None:
         """Keep the state before the step that follows."""
-        loop = self._loop
-        slots = (metric for metric in loop._results.values() if isinstance(metric, MetricSlot))
         mark = Mark(
-            step=loop._batches_that_stepped,
-            counters=[vars(counter).copy() for counter in self._trackers],
-            scheduled=self._scheduled,
-            weights={id(slot): slot.weight for slot in slots},
+            step=self._loop._batches_that_stepped,
+            counters=[fields.copy() for fields in self._fields],
+            scheduled=self._updates["completed"],
+            weights=self._weights(),
         )
         if self._marks and self._marks[-1].step == mark.step:  # an epoch ended before the step began
             self._marks.pop()
@@ -72,6 +74,13 @@ class History:
         if self._schedulers and mark.scheduled not in self._schedules:
             states = [scheduler.state_dict() for scheduler in self._schedulers]
             self._schedules[mark.scheduled] = Schedule(schedulers=states, groups=self._groups())
+
+    def _weights(self) -> dict[int, Any]:
+        results = self._loop._results
+        if len(results) != self._num_results:
+            self._num_results = len(results)
+            self._slots = [metric for metric in results.values() if isinstance(metric, MetricSlot)]
+        return {id(slot): slot.__dict__["weight"] for slot in self._slots}
 
     def _groups(self) -> list[dict[str, Any]]:
         groups = self._trainer.optimizers[0].param_groups
@@ -110,7 +119,7 @@ class History:
         """
         index = self._index(step)
         mark, later = self._marks[index], list(self._marks)[index + 1 :]
-        now = {id(m): m.weight for m in self._loop._results.values() if isinstance(m, MetricSlot)}
+        now = self._weights()
         after = later[0].weights if later else now
         share = {key: weight - mark.weights.get(key, 0) for key, weight in after.items()}
         updates = (later[0].scheduled if later else self._scheduled) - mark.scheduled

@@ -75,7 +75,6 @@ class Monitoring:
             kept.reset()
         self._statistics = list(statistics)
         logged = Logged(results, None if any(monitor.metrics is None for monitor in acting) else in_step)
-        step = loop._batches_that_stepped
         self.guard = StepGuard(
             acting,
             device,
@@ -86,7 +85,6 @@ class Monitoring:
             statistics=statistics,
             average=average,
             norm=anything or "grad_norm" in wanted,
-            step=step,
         )
         self.rows: StepRows | None = None
         self.listener: RowListener | None = None
@@ -98,17 +96,19 @@ class Monitoring:
                 self.guard.values,
                 drain,
                 self._tell,
-                step,
+                loop._batches_that_stepped,
             )
             chunk_rows = max(1, min(CHUNK_ROWS, max_lag_steps // 2))
             stream = StepStream(drain, consumers, chunk_rows=chunk_rows, watcher=self.listener)
             self.rows = StepRows(results, stream, self.listener)
         self._history = History(trainer) if self.guard.holds else None
+        self._has_started = False
         self._in_doubt = False  # a step has run whose row is not on its way yet
         # batches of the steps that the host has not heard of, where somebody wants to know what spoiled one
         keeps = any(isinstance(monitor, NonFinite) and monitor.find_module for monitor in monitors)
         self._batches: deque[tuple[int, Any, int]] | None = deque() if keeps else None
         self._minimum: tuple[Any, Any] | None = None
+        self._signature = [f"{type(m).__name__} {m.metrics or ''} {m.action}" for m in monitors]
         self.has_stopped = False
         self.num_skipped = 0
         self.lag_steps = 0  # the most that the host was behind
@@ -121,6 +121,9 @@ class Monitoring:
 
     def start_step(self) -> None:
         """Keep what the host counts, before the first batch of a step."""
+        if not self._has_started:  # only now a resumed loop knows
+            self._has_started = True
+            self.guard.gates.step.fill_(self._loop._batches_that_stepped)
         if self._history is not None:
             self._history.mark()
 
@@ -191,8 +194,45 @@ class Monitoring:
         step = self._loop._batches_that_stepped
         if self._drain.runtime.read(self.guard.stopped):
             self._go_back(step)
-        elif self._drain.runtime.read(self.guard.hold):
+        elif self._is_held_back():
             self._history.forget(step)  # again when its row arrives, for what is counted until then
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what monitors did and know so far; call it where `settle_now` was called."""
+        acting = {name: value.clone() for name, value in self.guard.state().items()}
+        kept = {s.metric: {name: value.clone() for name, value in s.tensors().items()} for s in self._statistics}
+        return {
+            "skipped_steps": self.num_skipped + (self._in_doubt and not self.has_stopped and self._is_held_back()),
+            "stopped": self.stopped_by,
+            "monitors": self._signature,
+            "acting": acting,
+            "informing": [] if self.listener is None else self.listener.state(self._look()),
+            "statistics": kept,
+        }
+
+    def _look(self) -> Any:
+        """Return the row that is still to be sent, where the checkpoint counts its step already."""
+        if not self._in_doubt or self.rows is None:
+            return None
+        return self.rows.look(self._loop._batches_that_stepped, self._trainer.current_epoch, self._loop.batch_idx)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what monitors did and knew; those of another list than the checkpoint's start anew."""
+        self.num_skipped = state.get("skipped_steps", 0)
+        for kept in self._statistics:
+            for name, value in state.get("statistics", {}).get(kept.metric, {}).items():
+                kept.tensors()[name].copy_(value)
+        if state.get("monitors") != self._signature:
+            if state.get("monitors"):
+                rank_zero_info("monitors are not those of the checkpoint: patience, cooldown and memory start anew")
+            return
+        for name, value in self.guard.state().items():
+            value.copy_(state["acting"][name])
+        if self.listener is not None:
+            self.listener.load_state(state["informing"])
+
+    def _is_held_back(self) -> bool:
+        return bool(self.guard.holds and self._drain.runtime.read(self.guard.hold))
 
     def _go_back(self, step: int) -> None:
         """Return to the end of the last good step and let the run end."""

@@ -35,28 +35,38 @@ class StepRows:
 
     def push(self, step: int, epoch: int, batch_idx: int) -> None:
         """Send the step's values on their way; call it before the step is closed."""
+        row = self._row(step, epoch, batch_idx)
+        if row is not None:
+            self.stream.push(self._layout, *row)
+
+    def look(self, step: int, epoch: int, batch_idx: int) -> tuple[Tensor, RowLayout, Stamp] | None:
+        """Return the step's values as they are now, shape=(1, columns), unsent; None where there are none."""
+        row = self._row(step, epoch, batch_idx)
+        if row is None:
+            return None
+        parts, stamp = row
+        return torch.cat([part.reshape(-1).to(torch.float64) for part in parts]).unsqueeze(0), self._layout, stamp
+
+    def _row(self, step: int, epoch: int, batch_idx: int) -> tuple[list[Tensor], Stamp] | None:
         listener = self._listener
-        if len(self._results) != self._known or sum(bank.size for bank in self._banks) != len(self._slots):
+        if len(self._results) != self._known or sum([bank.size for bank in self._banks]) != len(self._slots):
             self._lay_out()
         if not self._layout.names and listener is None:
-            return
+            return None
         cached: list[Tensor | None] = [metric._forward_cache for metric in self._metrics]
         fresh = self._fresh(cached)
         present = self._shown
         if fresh is not self._all:
             present = tuple(shown and new for shown, new in zip(self._shown, fresh, strict=True))
-        if True not in present and listener is None:
-            return
+        if listener is None and True not in present:
+            return None
         parts = [bank.values for bank in self._banks]
         if cached:
             parts.append(torch.stack([torch.zeros(()) if v is None else v.detach().reshape(()) for v in cached]))
         if listener is not None:
             parts += listener.parts()
-        self.stream.push(
-            self._layout,
-            parts,
-            Stamp(step=step, epoch=epoch, batch_idx=batch_idx, present=present, fresh=fresh, wall_time=time.time()),
-        )
+        stamp = Stamp(step=step, epoch=epoch, batch_idx=batch_idx, present=present, fresh=fresh, wall_time=time.time())
+        return parts, stamp
 
     def _fresh(self, cached: list[Tensor | None]) -> tuple[bool, ...]:
         if all(len(bank.fresh) == bank.size for bank in self._banks) and not any(v is None for v in cached):

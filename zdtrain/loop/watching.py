@@ -76,6 +76,7 @@ class CanMonitor:
             max_lag_steps=self.options.max_lag_steps,
             record=None if self.recorder is None else self.recorder.record_event,
         )
+        self._monitoring.load_state_dict(self._monitor_state.take_loaded())
         connector.rows = self._monitoring.rows or before
         try:
             yield
@@ -89,6 +90,8 @@ class CanMonitor:
         trainer: Any = self
         monitoring, self._monitoring = self._monitoring, None
         assert monitoring is not None
+        assert self._monitor_state is not None
+        self._monitor_state.known = monitoring.state_dict()
         trainer._connector.rows = rows
         trainer.fit_loop.epoch_loop.monitoring = trainer._connector.monitoring = None
         monitoring.close()
@@ -122,6 +125,8 @@ class MonitorState(Callback):
     def __init__(self, *, validates: bool) -> None:
         self._validates = validates
         self.averaged: dict[str, Tensor] = {}  # of the checkpoint that a run goes on from
+        self._loaded: dict[str, Any] = {}  # what monitors did and knew, of the same checkpoint
+        self.known: dict[str, Any] = {}  # the same of the last fit, for a checkpoint that is saved after it
         self._reported = False
         self._trainer: Any = None
 
@@ -151,16 +156,20 @@ class MonitorState(Callback):
             trainer.ema.restore()  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what monitors did so far."""
+        """Return what monitors did and know so far."""
         monitoring: Monitoring | None = self._trainer._monitoring if self._trainer is not None else None
-        if monitoring is None:
-            return {}
-        return {"skipped_steps": monitoring.num_skipped, "stopped": monitoring.stopped_by}
+        return self.known if monitoring is None else monitoring.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Say what monitors did before."""
+        """Keep what monitors did and knew until training starts."""
+        self._loaded = state_dict
         if state_dict.get("skipped_steps"):
             rank_zero_info(f"monitors skipped {state_dict['skipped_steps']} steps before this checkpoint")
+
+    def take_loaded(self) -> dict[str, Any]:
+        """Return what the checkpoint that a run goes on from knows, once."""
+        loaded, self._loaded = self._loaded, {}
+        return loaded
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
         """Add the averaged weights, as a state dict of the module."""

@@ -25,11 +25,10 @@ class DeviceGates:
 
     Args:
         timings: The rules of each.
-        step: Number of the next step.
         device: The training device.
     """
 
-    def __init__(self, timings: Sequence[Timing], step: int, device: torch.device) -> None:
+    def __init__(self, timings: Sequence[Timing], device: torch.device) -> None:
         def whole(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
@@ -42,7 +41,7 @@ class DeviceGates:
         self._pauses = any(timing.cooldown for timing in timings)
         self.in_row = whole([0] * len(timings))  # shape=(n,), steps in which the condition held so far
         self.next_step = whole([0] * len(timings))  # shape=(n,), end of the cooldown
-        self.step = whole([step] * len(timings))  # shape=(n,), number of the step
+        self.step = whole([0] * len(timings))  # shape=(n,), number of the step
         self._open = torch.zeros(len(timings), dtype=torch.bool, device=device)
 
     def decide(self, holds: Tensor) -> None:

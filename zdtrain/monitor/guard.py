@@ -55,7 +55,6 @@ class StepGuard:
         statistics: What to keep of the step's values.
         average: Weights to average, if any.
         norm: Measure the gradient norm.
-        step: Number of the next step.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class StepGuard:
         statistics: Sequence[Statistics] = (),
         average: WeightAverage | None,
         norm: bool,
-        step: int,
     ) -> None:
         self._statistics = list(statistics)
         self.average = average
@@ -92,10 +90,12 @@ class StepGuard:
         )
         self.values = StepValues(device, logged, scalars, self.conditions.metrics, self.conditions.limits)
         self.conditions.bind(self.values, self.acted)
-        self.gates = DeviceGates([verdict.timing for verdict in self.verdicts], step, device)
+        self.gates = DeviceGates([verdict.timing for verdict in self.verdicts], device)
         self._seen = torch.zeros_like(self.acted)  # what held for an earlier batch of the window
         self._clips = len(limits) > 0
         self._eps, self._one = self.values.board.new_full((), EPS), self.values.board.new_ones(())
+        self._factors = self.values.board.new_ones(len(limits))  # shape=(clips,), what gradients are multiplied by
+        self._first_factor = self._factors[0] if limits else self._one
         self._measures_norm = norm or self._clips
         self._module = module
         self._banks = banks
@@ -178,9 +178,10 @@ class StepGuard:
         return [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
 
     def _clip(self, gradients: list[Tensor]) -> None:
-        factors = torch.minimum(self.conditions.further / (self.values.grad_norm + self._eps), self._one)
-        factors = torch.where(self._clip_flags, factors, self._one)
-        torch._foreach_mul_(gradients, factors.amin() if len(factors) > 1 else factors.squeeze(0))
+        limited = torch.div(self.conditions.further, torch.add(self.values.grad_norm, self._eps))
+        torch.where(self._clip_flags, torch.minimum(limited, self._one), self._one, out=self._factors)
+        factor = self._first_factor if len(self._factors) == 1 else self._factors.amin()
+        torch._foreach_mul_(gradients, factor)
 
     def after_update(self) -> None:
         """Take the update back where it is to be held back; average the weights."""
@@ -218,10 +219,14 @@ class StepGuard:
         self._module_state.put_back(held(self._places), self.stopped)
         self._put_totals_back(self.stopped)
 
+    def state(self) -> dict[str, Tensor]:
+        """Return what a run that goes on needs to know of the monitors, by name."""
+        return {**self.gates.state(), **self.conditions.state()}
+
     def tensors(self) -> dict[str, Tensor]:
         """Return all that a step writes to, by name."""
         found = {"acted": self.acted, "stopped": self.stopped, "hold": self.hold, "flag": self.flag}
-        found.update(seen=self._seen, board=self.values.board)
+        found.update(seen=self._seen, board=self.values.board, factors=self._factors)
         parts: list[tuple[str, dict[str, Any]]] = [("state", self._module_state.tensors())]
         parts.append(("total", {str(index): copy for index, copy in enumerate(self._totals_before)}))
         parts.append(("average", self.average.tensors() if self.average is not None else {}))

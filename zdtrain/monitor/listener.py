@@ -1,7 +1,8 @@
 """The host's side of the monitors: what rows that arrive say about them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,22 @@ class Watched:
         self.monitor = monitor
         self.gate = HostGate(monitor.timing)
         self.follower = follower_of(monitor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept."""
+        return {"gate": self.gate.state_dict(), "memory": self.follower.state_dict() if self.follower else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what was kept."""
+        self.gate.load_state_dict(state["gate"])
+        if self.follower is not None:
+            self.follower.load_state_dict(state["memory"])
+
+    def copy(self) -> "Watched":
+        """Return one that goes its own way from here."""
+        other = Watched(self.monitor)
+        other.load_state_dict(self.state_dict())
+        return other
 
 
 class RowListener:
@@ -132,41 +149,75 @@ class RowListener:
         self._rows_written.record("train")
         self._rows_written.wait("monitor")
         with self._runtime.on("monitor"), torch.no_grad():
-            answers = [self._answers(watched.monitor, rows, layout, stamps) for watched in self._watching]
-            packed = torch.cat([answer.to(rows.dtype) for answer in answers])
+            packed = self._answers(rows, layout, stamps)
 
         def deliver(numbers: list[Value], _alive: Tensor = rows) -> None:
             self._inform(numbers, layout, stamps)
 
         self._drain.send(packed, deliver, stream="monitor")
 
-    def _answers(self, monitor: Monitor, rows: Tensor, layout: RowLayout, stamps: Sequence[Stamp]) -> Tensor:
-        """Return what the host needs from the device: whether the condition holds in each row, or its limit."""
-        if isinstance(monitor, RowMonitor):
-            return self._holds(monitor, rows, layout, stamps)
-        assert isinstance(monitor, Plateau | Spike)
-        return monitor.limit.reshape(1)
+    def _answers(self, rows: Tensor, layout: RowLayout, stamps: Sequence[Stamp]) -> Tensor:
+        """Return what the host needs of the device: whether a condition holds by row, or what it is compared with."""
+        answers = []
+        for watched in self._watching:
+            monitor = watched.monitor
+            if isinstance(monitor, RowMonitor):
+                answers.append(self._holds(monitor, rows, layout, stamps))
+            elif isinstance(monitor, Plateau | Spike):
+                answers.append(monitor.limit.reshape(1))
+        return torch.cat([answer.to(rows.dtype) for answer in answers])
 
-    def _inform(self, answers: list[Value], layout: RowLayout, stamps: Sequence[Stamp]) -> None:
+    def _inform(self, answers: Sequence[Value], layout: RowLayout, stamps: Sequence[Stamp]) -> None:
         """Warn and call functions, step by step, about conditions whose outcome has arrived."""
-        names = self._names(layout)
         for index, stamp in enumerate(stamps):
             numbers = self._rows.pop(stamp.step, None)
             if numbers is None:  # behind a stop
                 continue
-            first = 0
-            for watched in self._watching:
-                monitor, follower = watched.monitor, watched.follower
-                if follower is None:
-                    holds = bool(answers[first + index])
-                    first += len(stamps)
-                else:
-                    column = names.get((monitor.metrics or ("",))[0])
-                    there = column is not None and (column >= len(layout.names) or stamp.fresh[column])
-                    holds = there and follower.decide(numbers[column], answers[first])  # type: ignore[index]
-                    first += 1
-                if watched.gate.decide(holds, stamp.step):
-                    self._tell(self._event(monitor.describe(), monitor.action, stamp, layout, numbers), monitor)
+            for monitor in self._judge(self._watching, answers, index, numbers, layout, stamps):
+                self._tell(self._event(monitor.describe(), monitor.action, stamp, layout, numbers), monitor)
+
+    def _judge(
+        self,
+        watching: Sequence[Watched],
+        answers: Sequence[Value],
+        index: int,
+        numbers: Sequence[Value],
+        layout: RowLayout,
+        stamps: Sequence[Stamp],
+    ) -> Iterator[Monitor]:
+        """Let `watching` take in the row at `index`; yield those that act."""
+        names, stamp, first = self._names(layout), stamps[index], 0
+        for watched in watching:
+            if watched.follower is None:
+                holds = bool(answers[first + index])
+                first += len(stamps)
+            else:
+                column = names.get((watched.monitor.metrics or ("",))[0], -1)
+                there = column >= len(layout.names) or (column >= 0 and stamp.fresh[column])
+                holds = there and watched.follower.decide(numbers[column], answers[first])
+                first += 1
+            if watched.gate.decide(holds, stamp.step):
+                yield watched.monitor
+
+    def state(self, look: tuple[Tensor, RowLayout, Stamp] | None) -> list[dict[str, Any]]:
+        """Return what a run that goes on needs to know of the monitors that inform.
+
+        Args:
+            look: A row that is still to be sent, shape=(1, columns); it is taken in, for a copy of what is known.
+        """
+        watching = self._watching
+        if look is not None and watching:
+            row, layout, stamp = look
+            watching = [watched.copy() for watched in watching]
+            answers = self._runtime.read(self._answers(row, layout, [stamp])).tolist()
+            numbers = self._runtime.read(row[0]).tolist()
+            list(self._judge(watching, answers, 0, numbers, layout, [stamp]))
+        return [watched.state_dict() for watched in watching]
+
+    def load_state(self, state: Sequence[dict[str, Any]]) -> None:
+        """Take over what an earlier run knew."""
+        for watched, known in zip(self._watching, state, strict=True):
+            watched.load_state_dict(known)
 
     def _event(
         self, reason: str, action: str, stamp: Stamp, layout: RowLayout, numbers: Sequence[Value]

@@ -228,19 +228,13 @@ class Conditions:
         places += range(limit, limit + self._num_further)
         return torch.tensor(places, dtype=torch.int64, device=self._holds.device), masks
 
-    def state_dicts(self) -> list[tuple[Monitor, dict[str, Tensor]]]:
-        """Return the running state of each monitor that has one, as 0-D views."""
-        return [
-            (monitor, {name: values[index] for name, values in panel.state.items()})
-            for panel in self._panels
-            if panel.state
-            for index, monitor in enumerate(panel.monitors)
-        ]
+    def state(self) -> dict[str, Tensor]:
+        """Return what a run that goes on needs to know, by name."""
+        return {f"{type(p).__name__} {name}": values for p in self._panels for name, values in p.state.items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a step writes."""
-        state = {f"{type(p).__name__} {name}": values for p in self._panels for name, values in p.state.items()}
-        return {**state, "entries": self._entries, "unordered": self._unordered}
+        return {**self.state(), "entries": self._entries, "unordered": self._unordered}
 
 
 _PANELS: dict[type[Monitor], Callable[[Any], Panel]] = {

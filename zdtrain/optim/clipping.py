@@ -4,9 +4,11 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from zdtrain.optim.updates import LOW_PRECISION
 
+SMALL = 16_384  # elements
 EPS = 1e-6  # the same guard as torch.nn.utils.clip_grad_norm_
 
 
@@ -24,11 +26,24 @@ def total_norm(grads: list[Tensor]) -> Tensor:
         tensor(5.)
     """
     norms: list[Tensor] = []
-    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+    for dtype in dict.fromkeys([grad.dtype for grad in grads]):
         accumulate = torch.float32 if dtype in LOW_PRECISION else dtype
-        norms.extend(torch._foreach_norm([g for g in grads if g.dtype is dtype], 2, dtype=accumulate))
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        large: list[Tensor] = []
+        small: list[Tensor] = []
+        for grad in grads:
+            if grad.dtype is dtype:
+                (small if _is_small(grad) else large).append(grad)
+        if small:
+            norms.append(torch.linalg.vector_norm(_flatten_dense_tensors(small), dtype=accumulate))
+        if large:
+            norms.extend(torch._foreach_norm(large, 2, dtype=accumulate))
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     return total.full_tensor() if hasattr(total, "full_tensor") else total  # a DTensor's norm is spread over ranks
+
+
+def _is_small(grad: Tensor) -> bool:
+    """Return whether an operation on `grad` costs more than copying it: a CPU norms one tensor after the other."""
+    return grad.is_cpu and type(grad) is Tensor and grad.numel() <= SMALL
 
 
 def clip_divisor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
