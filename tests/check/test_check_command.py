@@ -119,8 +119,10 @@ def test_wrong_usage_is_a_clear_error(config, capsys: pytest.CaptureFixture[str]
         main(["nothing.yaml"])
     with pytest.raises(ConfigError, match="no GPU that torch can use"):
         main([config("Clean"), "--device", "cuda"])
-    with pytest.raises(ConfigError, match="num_steps must be at least 3, got 1"):
+    with pytest.raises(ConfigError, match=r"--steps 1: .* give at least 3"):
         main([config("Clean"), "--steps", "1"])
+    with pytest.raises(ConfigError, match=r"--output nowhere/report\.txt: No such file or directory"):
+        main([config("Clean"), "--output", "nowhere/report.txt"])
     assert main(["--format", "xml"]) == 2
     assert "invalid choice: 'xml'" in capsys.readouterr().err
     assert main(["--help"]) == 0

@@ -20,6 +20,10 @@ Step = Callable[[nn.Module, Any], torch.Tensor]
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], Optimizer]
 
 
+MIN_STEPS = 3
+"""The first training step fills caches, two more are compared."""
+
+
 class Repeated:
     """One batch, over and over.
 
@@ -122,8 +126,8 @@ def check_step(
         report = check_step(module, (torch.randn(32, 8), torch.randint(0, 4, (32,))))
         assert report.host_reads_per_step == 0, report
     """
-    if num_steps < 3:
-        raise ConfigError(f"check_step: num_steps must be at least 3, got {num_steps}")
+    if num_steps < MIN_STEPS:
+        raise ConfigError(f"check_step: num_steps must be at least {MIN_STEPS}, got {num_steps}")
     lightning_module = _as_lightning(module, step, make_optimizer)
     if copy_module:
         lightning_module = _copied(lightning_module)

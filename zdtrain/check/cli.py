@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from zdtrain.check.api import check_configured
+from zdtrain.check.api import MIN_STEPS, check_configured
 from zdtrain.check.findings import SEVERITIES
 from zdtrain.check.formats import FORMATS
 from zdtrain.check.hardware import has_gpu
@@ -53,6 +53,11 @@ def _fails(report: CheckReport, fail_on: str) -> bool:
 def _check(options: argparse.Namespace, config_args: list[str]) -> CheckReport:
     if not config_args:
         raise ConfigError("zdtrain check: name a config file: zdtrain check configs/digits.yaml")
+    if options.steps < MIN_STEPS:
+        raise ConfigError(
+            f"zdtrain check: --steps {options.steps}: the first step fills caches and two more are compared; "
+            f"give at least {MIN_STEPS}"
+        )
     if options.device == "cuda" and not has_gpu():
         raise ConfigError("--device cuda: this machine has no GPU that torch can use; leave it out to simulate one")
     configured = ConfiguredRun(config_args)
@@ -65,6 +70,13 @@ def _check(options: argparse.Namespace, config_args: list[str]) -> CheckReport:
         shapes=options.shapes,
         on_gpu=options.device == "cuda",
     )
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"zdtrain check: --output {path}: {error.strerror or error}") from error
 
 
 def main(argv: list[str]) -> int:
@@ -90,5 +102,5 @@ def main(argv: list[str]) -> int:
     if options.output is None:
         print(text)
     else:
-        options.output.write_text(text + "\n", encoding="utf-8")
+        _write(options.output, text)
     return EXIT_FOUND if _fails(report, options.fail_on) else EXIT_CLEAN

@@ -78,7 +78,7 @@ class Plan:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence Lightning's messages: they are about a run that is not the user's."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
     levels = [logger.level for logger in loggers]
@@ -130,13 +130,14 @@ def _no_collection() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _leaving_no_trace() -> Iterator[None]:
+def leaving_no_trace() -> Iterator[None]:
     """Change nothing for whoever runs next, and run compiled functions eagerly, so that their operations are seen."""
     with _same_environment(), _same_randomness(), _no_collection(), torch.compiler.set_stance("force_eager"):
         yield
 
 
-def _split_callbacks(options: Mapping[str, Any]) -> tuple[list[Callback], tuple[str, ...]]:
+def split_callbacks(options: Mapping[str, Any]) -> tuple[list[Callback], tuple[str, ...]]:
+    """The configured callbacks that a check runs, and the names of those that it leaves out."""
     given = options.get("callbacks") or []
     callbacks = given if isinstance(given, list | tuple) else [given]
     run = [callback for callback in callbacks if not isinstance(callback, _SERVED_CALLBACKS)]
@@ -144,20 +145,29 @@ def _split_callbacks(options: Mapping[str, Any]) -> tuple[list[Callback], tuple[
     return run, skipped
 
 
-def _make_trainer(plan: Plan, observer: Observer, callbacks: list[Callback]) -> ObservedTrainer:
-    options = {**plan.trainer_options, **FIXED_OPTIONS}
+def make_trainer(
+    given: Mapping[str, Any], callbacks: list[Callback], num_steps: int, num_validation_steps: int
+) -> ObservedTrainer:
+    """A Trainer for a few steps.
+
+    Args:
+        given: options of the user; those in `FIXED_OPTIONS` are overruled.
+        callbacks: instead of the user's.
+        num_steps: optimizer steps to take.
+        num_validation_steps: validation batches to run.
+    """
+    options = {**given, **FIXED_OPTIONS}
     scalars = options.pop("scalars", None)
     accumulate = options.get("accumulate_grad_batches") or 1
     trainer = ObservedTrainer(
         **{
             **options,
-            "callbacks": [observer, *callbacks],
+            "callbacks": callbacks,
             "logger": DummyLogger(),
-            "limit_train_batches": plan.num_steps * accumulate,
-            "limit_val_batches": plan.num_validation_steps,
+            "limit_train_batches": num_steps * accumulate,
+            "limit_val_batches": num_validation_steps,
         }
     )
-    trainer.recorder = observer.recorder
     trainer.device_scalars = run_scalars(copy.deepcopy(scalars))
     return trainer
 
@@ -186,14 +196,17 @@ def _raised(error: Exception, stage: str) -> Finding:
 
 def run(plan: Plan) -> CheckReport:
     """Run the plan on the shadow device and report."""
-    with _quiet(), _leaving_no_trace(), ShadowDevice(boundary=_fit.__code__) as device:
+    with quiet(), leaving_no_trace(), ShadowDevice(boundary=_fit.__code__) as device:
         observer = Observer(device, plan.module)
-        callbacks, skipped = _split_callbacks(plan.trainer_options)
+        callbacks, skipped = split_callbacks(plan.trainer_options)
         with ModulePath() if plan.shapes else contextlib.nullcontext() as path, observer.attached():
             if path is not None:
                 path.name_modules(plan.module)
                 device.track_modules(path)
-            trainer = _make_trainer(plan, observer, callbacks)
+            trainer = make_trainer(
+                plan.trainer_options, [observer, *callbacks], plan.num_steps, plan.num_validation_steps
+            )
+            trainer.recorder = observer.recorder
             error = _fit(trainer, plan)
             if error is None and not observer.steps:
                 raise ConfigError("check: no training step ran, because the training loader gave no batch")

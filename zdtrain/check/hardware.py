@@ -1,6 +1,6 @@
 """The same step on a real GPU, to see where simulation and hardware disagree.
 
-This module has not been run on hardware yet; everything that needs a GPU is in here.
+This module has not been run on hardware yet, only against a simulated GPU; everything that needs a GPU is in here.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zdtrain.check.driver import FIXED_OPTIONS
+from zdtrain.check.driver import leaving_no_trace, make_trainer, quiet, split_callbacks
 from zdtrain.check.findings import Finding, make_finding
 from zdtrain.check.report import CheckReport
 from zdtrain.source.location import Location, locate
@@ -113,13 +113,15 @@ class _LastBatch(Callback):
         self.batch = batch
 
 
-def measure(module: LightningModule, datamodule: LightningDataModule | None, options: Mapping[str, Any]) -> WaitProbe:
-    """Train a few steps on the GPU and count the waits."""
-    with probing() as probe:
-        callbacks = [_Arm(probe), *options["callbacks"]]
-        trainer = Trainer(**{**options, "callbacks": callbacks, "limit_val_batches": 0})
-        trainer.fit(module, datamodule=datamodule)
-    return probe
+def measure(
+    module: LightningModule, datamodule: LightningDataModule | None, options: Mapping[str, Any], num_steps: int
+) -> tuple[WaitProbe, Any]:
+    """Train a few steps on the GPU; returns the waits, and a batch that is on the GPU."""
+    last = _LastBatch()
+    callbacks, _ = split_callbacks(options)
+    with quiet(), leaving_no_trace(), probing() as probe:
+        make_trainer(options, [_Arm(probe), *callbacks, last], num_steps, 0).fit(module, datamodule=datamodule)
+    return probe, last.batch
 
 
 def disagreements(simulated: list[Finding], waits: Counter[tuple[Location, str]], num_steps: int) -> list[Finding]:
@@ -185,13 +187,10 @@ def compare_with_gpu(
         trainer_options: options for Lightning's Trainer.
         num_steps: training steps to run.
     """
-    options = {**trainer_options, **FIXED_OPTIONS, "limit_train_batches": num_steps, "logger": False}
-    batches = _LastBatch()
-    options["callbacks"] = [*(trainer_options.get("callbacks") or []), batches]
-    probe = measure(module, datamodule, options)
+    probe, batch = measure(module, datamodule, trainer_options, num_steps)
     found = disagreements(list(simulated.findings), probe.waits, probe.num_steps)
-    if module.automatic_optimization and batches.batch is not None:
-        error = try_capture(module.to("cuda"), batches.batch)
+    if module.automatic_optimization and batch is not None:
+        error = try_capture(module.to("cuda"), batch)
         if (error is None) != (simulated.verdict == "capturable"):
             outcome = f"the GPU refused a trial capture: {error}" if error else "a trial capture on the GPU succeeded"
             severity = "warning" if error else "note"
@@ -208,6 +207,7 @@ def try_capture(module: LightningModule, batch: Any) -> str | None:
         batch: a batch on the GPU.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    module.__dict__["log"] = _log_nothing  # outside a run Lightning refuses to log
 
     def step() -> None:
         result = module.training_step(batch, 0)
@@ -225,4 +225,9 @@ def try_capture(module: LightningModule, batch: Any) -> str | None:
             step()
     except RuntimeError as error:
         return str(error).splitlines()[0]
+    finally:
+        del module.__dict__["log"]
     return None
+
+
+def _log_nothing(*_args: Any, **_options: Any) -> None: ...

@@ -58,7 +58,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if name not in COMMANDS:
             raise ConfigError(f"unknown command {name!r}{did_you_mean(name, COMMANDS)} (zdtrain --help lists all)")
-        return COMMANDS[name].load()(arguments[1:])
+        status = COMMANDS[name].load()(arguments[1:])
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read our output has seen enough: `zdtrain check ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
     except ZDTrainError as error:
         return report_error(error, EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED)
     except KeyboardInterrupt:
