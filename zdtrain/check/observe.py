@@ -151,7 +151,6 @@ class Observer(Callback):
         self._index = {"train": 0, "validation": 0}
         self._first_born = 0
         self._batch_signature: object = None
-        self._rates: tuple[float, ...] = ()
         self._before: tuple[state.Fingerprint, dict[str, tuple[int, int]]] | None = None
 
     # ---- wrappers around the module's methods

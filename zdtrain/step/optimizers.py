@@ -6,14 +6,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import ASGD, LBFGS, SGD, Adafactor, Adam, AdamW, Muon, Optimizer, SparseAdam
 from torch.optim import optimizer as torch_optimizer
+from torch.utils import _pytree as pytree
 
 from zdtrain.errors import FallbackReason
 from zdtrain.optim import SimpleAdam
+from zdtrain.step.handed import DTYPES, InsideByRule, steps_outside
 from zdtrain.step.key import frozen
+from zdtrain.step.updates import RULES
 
 NOT_BAKED = ("params", "lr", "initial_lr", "param_names")  # lr is handed over as a tensor
+FUSED = (Adam, AdamW, SGD)  # whose fused kernel takes it
+OUTSIDE = {  # by kind: why no program can hold it
+    LBFGS: "evaluates the loss as often as its values ask for",
+    SparseAdam: "updates as many rows as the batch has",
+    Adafactor: "reads the norms of the parameters on the host",
+    Muon: "computes in bfloat16, where a program rounds differently",
+}
 
 
 class InsideSimpleAdam:
@@ -23,6 +33,9 @@ class InsideSimpleAdam:
         optimizer: The optimizer.
         lowered: The program is compiled, which takes list operations instead of fused kernels.
     """
+
+    exact = True
+    refusal: FallbackReason | None = None
 
     def __init__(self, optimizer: SimpleAdam, *, lowered: bool) -> None:
         self._optimizer = optimizer
@@ -46,27 +59,39 @@ class InsideSimpleAdam:
         finally:
             optimizer.implementation = before
 
+    def recorded(self) -> "InsideSimpleAdam":
+        """Return what replays need."""
+        return self
+
     def refill(self) -> None:
         """Do nothing: writing ``group["lr"]`` fills the tensor."""
+
+    def ran(self) -> None:
+        """Do nothing: counts are tensors on the device."""
 
     def count(self) -> None:
         """Note that the optimizer stepped: schedulers ask."""
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-class InsideFused:
-    """torch's fused Adam, AdamW and SGD: the kernel takes the learning rate as a tensor.
+class InsideWithRate:
+    """torch's own step with its learning rates as tensors: fused kernels, and what is made capturable by its options.
 
     ``group["lr"]`` is that tensor only while a step is watched or recorded, so checkpoints, schedulers and callbacks
-    see the number they wrote. A float64 tensor holds the number exactly, so the kernel computes the same bits.
+    see the number they wrote. On a CPU a float64 tensor holds the number exactly, so the kernel computes the same bits;
+    other devices round it to float32.
 
     Args:
-        optimizer: The optimizer; all groups fused.
+        optimizer: The optimizer.
+        exact: The parameters are on a CPU.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    refusal: FallbackReason | None = None
+
+    def __init__(self, optimizer: Optimizer, *, exact: bool) -> None:
+        self.exact = exact
         self._optimizer = optimizer
-        self._rates: list[Tensor] = []  # shape=(), float64, one per group
+        self._rates: list[Tensor] = []  # shape=(), one per group
 
     def key(self) -> Hashable:
         """Return what a program would hold by value, and where the state lies."""
@@ -81,8 +106,10 @@ class InsideFused:
         """Put tensors in the place of the learning rates."""
         groups = self._optimizer.param_groups
         numbers = [group["lr"] for group in groups]
-        while len(self._rates) < len(groups):
-            self._rates.append(torch.zeros((), dtype=torch.float64))
+        dtype = torch.float64 if self.exact else torch.float32
+        for group in groups[len(self._rates) :]:
+            device = group["params"][0].device if group["params"] else None
+            self._rates.append(torch.zeros((), dtype=dtype, device=device))
         self.refill()
         for group, rate in zip(groups, self._rates, strict=True):
             group["lr"] = rate
@@ -90,9 +117,16 @@ class InsideFused:
             yield
         finally:
             for group, rate, number in zip(groups, self._rates, numbers, strict=False):
-                if group["lr"] is not rate or float(rate) != number:  # the step set it
+                if group["lr"] is not rate or (self.exact and float(rate) != number):  # the step set it
                     number = float(group["lr"])
                 group["lr"] = number
+
+    def recorded(self) -> "InsideWithRate":
+        """Return what replays need."""
+        return self
+
+    def ran(self) -> None:
+        """Do nothing: counts are tensors on the device."""
 
     def refill(self) -> None:
         """Bring the learning rates that schedulers wrote into the tensors."""
@@ -104,30 +138,56 @@ class InsideFused:
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-Inside = InsideSimpleAdam | InsideFused
+Inside = InsideSimpleAdam | InsideWithRate | InsideByRule
 
 
 def inside(optimizer: Optimizer, *, lowered: bool) -> Inside | FallbackReason:
-    """Return how the optimizer's step becomes part of a program, or why it runs eagerly behind it."""
+    """Return how the optimizer's step becomes part of a program, or why it runs eagerly behind it.
+
+    Args:
+        optimizer: The optimizer, with its parameters on the device that they are trained on.
+        lowered: The program is compiled.
+    """
     kind = type(optimizer)
     name = kind.__name__
     if has_step_hooks(optimizer):
-        return _outside(f"{name} has hooks on its step, which have to be called")
+        return steps_outside(f"{name} has hooks on its step, which have to be called")
     if kind is SimpleAdam:
         return InsideSimpleAdam(optimizer, lowered=lowered)  # type: ignore[arg-type]
-    if kind in (Adam, AdamW, SGD):
-        fused = all(group.get("fused") for group in optimizer.param_groups)
-        if fused and lowered:
-            return _outside(f"{name}'s fused kernel can't be lowered; use zdtrain.optim.SimpleAdam")
-        on_host = all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
-        if fused and not on_host:
-            return _outside(f"{name}'s CUDA kernel rounds a tensor learning rate; use zdtrain.optim.SimpleAdam")
-        if fused and not any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
-            return InsideFused(optimizer)
-        if kind is SGD:
-            return _outside("SGD takes its learning rate as a Python number; SGD(fused=True) takes a tensor")
-        return _outside(f"{name} counts its steps on the host; use {name}(fused=True) or zdtrain.optim.SimpleAdam")
-    return _outside(f"{name} computes with Python numbers; zdtrain.optim.SimpleAdam does not")
+    if kind not in RULES:
+        return steps_outside(f"{name} {OUTSIDE.get(kind, 'is not one whose update zdtrain knows')}")
+    groups = optimizer.param_groups
+    if any(isinstance(value, Tensor) for group in groups for value in pytree.tree_leaves(_options(group))):
+        return steps_outside(f"{name} has a tensor among its options; give numbers, or use zdtrain.optim.SimpleAdam")
+    params = [param for group in groups for param in group["params"]]
+    on_host = all(param.device.type == "cpu" for param in params)
+    on_device = [bool(group.get("fused") or group.get("capturable")) for group in groups]  # where it counts
+    if all(group.get("fused") for group in groups) and on_host and not lowered and kind in FUSED:
+        return InsideWithRate(optimizer, exact=True)
+    if any(on_device) and not on_host:
+        if lowered or not all(on_device):
+            return steps_outside(f"{name} counts on the device; leave out fused and capturable, or give both to all")
+        return InsideWithRate(optimizer, exact=False)
+    return _by_rule(optimizer, on_host=on_host, lowered=lowered)
+
+
+def _by_rule(optimizer: Optimizer, *, on_host: bool, lowered: bool) -> Inside | FallbackReason:
+    kind, groups = type(optimizer), optimizer.param_groups
+    dtypes = {param.dtype for group in groups for param in group["params"]}
+    if not dtypes <= set(DTYPES):
+        other = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes - set(DTYPES))
+        return steps_outside(f"{kind.__name__} updates {' and '.join(other)} parameters, in Python numbers")
+    if any(group.get("differentiable") for group in groups):
+        return steps_outside(f"{kind.__name__} has differentiable=True")
+    if on_host and not lowered and any(group.get("foreach") or group.get("fused") for group in groups):
+        return steps_outside(f"{kind.__name__} has foreach=True or fused=True, which rounds in another order")
+    if kind is ASGD and not on_host:
+        return steps_outside("ASGD counts on the device")
+    return InsideByRule(optimizer, RULES[kind], exact=on_host and not lowered)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def outside_reason(optimizer: Optimizer) -> FallbackReason | None:
@@ -169,7 +229,3 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     hooks: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     everywhere = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
     return patched or any(hooks) or any(everywhere)
-
-
-def _outside(message: str) -> FallbackReason:
-    return FallbackReason(code="optimizer-outside", message=f"the optimizer steps outside the program: {message}")

@@ -8,6 +8,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from zdtrain.errors import FallbackReason
+
 
 class Program(Protocol):
     """A captured function of tensors that also writes to tensors in place."""
@@ -28,8 +30,26 @@ class Program(Protocol):
         """Run it on inputs of the captured layout; return its outputs."""
 
 
+class RecordedPart(Protocol):
+    """The host's share in replays of one program."""
+
+    def refill(self) -> None:
+        """Bring what the host changes into tensors, before a run."""
+
+    def ran(self) -> None:
+        """Do, after a run, what the program could not because it is on the host."""
+
+    def count(self) -> None:
+        """Do the rest of the host's share of a replay."""
+
+
 class Part(Protocol):
     """What a program covers and the host has a share in: an optimizer."""
+
+    exact: bool
+    """Whether it computes the same bits in a program as eagerly."""
+    refusal: FallbackReason | None
+    """Why it could not take part in the step that was watched last."""
 
     def key(self) -> Hashable:
         """Return what a program would hold by value."""
@@ -37,11 +57,8 @@ class Part(Protocol):
     def recording(self) -> AbstractContextManager[None]:
         """Arrange it for watching and recording."""
 
-    def refill(self) -> None:
-        """Bring what the host changes into tensors, before a replay."""
-
-    def count(self) -> None:
-        """Do the host's share of a replay."""
+    def recorded(self) -> RecordedPart:
+        """Return the host's share in replays of what was recorded last."""
 
 
 Value = TypeVar("Value")

@@ -110,7 +110,8 @@ class Recording:
         n_leaves: int,
     ) -> None:
         self.program = program
-        self.covers = covers
+        self.exact = all(part.exact for part in covers)
+        self._parts = [part.recorded() for part in covers]
         self._taken = taken
         self._updates = updates
         read = {index for index in program.used if index >= n_leaves}
@@ -126,14 +127,21 @@ class Recording:
         return self._taken.carried.fits() and layout_of([inputs[index] for index in self._checked]) == self._layout
 
     def prepare(self) -> None:
-        """Do what has to be done before the program runs: reset what is logged, hand over learning rates."""
+        """Do what has to be done before the program runs: reset what is logged, hand over numbers."""
         around = self._taken.surroundings
         if self._taken.slots or self._taken.metrics:  # what the first self.log of a step does
             if around.connector.should_reset_tensors(around.hook):
                 around.results.reset(metrics=False, fx=around.hook)
             around.connector._current_fx = around.hook
-        for part in self.covers:
+        for part in self._parts:
             part.refill()
+
+    def run(self, inputs: Sequence[Tensor | None]) -> list[Any]:
+        """Run the program; return its outputs."""
+        outputs = self.program.run(inputs)
+        for part in self._parts:
+            part.ran()
+        return outputs
 
     def named(self, outputs: Sequence[Any]) -> dict[str, Tensor | None]:
         """Return the outputs of a run by the names that `Surroundings.tensors` gives them."""
@@ -175,7 +183,7 @@ class Recording:
             note_metric(metric)
         for progress, name, times in taken.moves:
             progress[name] += times
-        for part in self.covers:
+        for part in self._parts:
             part.count()
 
     def _split(self, outputs: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any], Sequence[Any]]:

@@ -1,0 +1,226 @@
+"""Optimizers of torch inside a program: the numbers that they compute in Python are handed over before each run."""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zdtrain.errors import FallbackReason
+from zdtrain.step.updates import Rule
+
+DTYPES = (torch.float32, torch.float64)  # for which handed-over numbers round as Python's do
+
+
+class Handover:
+    """The parameters of one group that one step of the optimizer updates, and the numbers for them.
+
+    Args:
+        optimizer: The optimizer.
+        index: Index of the group.
+        params: Parameters of one dtype and device that have gradients, and state.
+        rule: How they are updated.
+    """
+
+    def __init__(self, optimizer: Optimizer, index: int, params: Sequence[Tensor], rule: Rule) -> None:
+        self._optimizer = optimizer
+        self._index = index
+        self._params = params
+        self._rule = rule
+        self._states = [optimizer.state.get(param, {}) for param in params]
+        # 0-D views of memory: reading one takes a tenth of what `Tensor.item` does
+        self._counts = [[memoryview(state[name].numpy()) for name in rule.counts] for state in self._states]
+        self._kept = [list(state.values()) for state in self._states]  # so that nothing else gets their identity
+        after, numbers = rule.numbers(optimizer.param_groups[index], *(count[()] for count in self._counts[0]))
+        layout = torch.empty(len(params), len(after) + len(numbers), dtype=params[0].dtype)
+        self._host = layout.numpy()
+        self.apart = params[0].device.type != "cpu"
+        self._handed = layout.to(params[0].device, copy=self.apart)  # shape=(params, numbers)
+        self._staged = layout
+
+    def fill(self, moved: dict[int, Sequence[float]] | None = None) -> None:
+        """Compute the numbers of the next update and bring them to the device.
+
+        Args:
+            moved: Where a step makes several updates: counts after the earlier ones, by id of the parameter; added to.
+        """
+        known, group = None, self._optimizer.param_groups[self._index]
+        for row, counts in enumerate(self._counts if self._rule.counts else self._counts[:1]):
+            before: Sequence[float] = [count[()] for count in counts]
+            if moved is not None:
+                before = moved.get(id(self._params[row]), before)
+            if before != known:  # parameters that were frozen for a while lag behind
+                after, numbers = self._rule.numbers(group, *before)
+                self._host[row:] = (*after, *numbers)
+                known = before
+            if moved is not None:
+                moved[id(self._params[row])] = self._host[row, : len(counts)].tolist()
+        if self.apart and not torch.accelerator.current_stream().is_capturing():
+            self.push()
+
+    def push(self) -> None:
+        """Bring the numbers to the device; they are copied away before this returns."""
+        self._handed.copy_(self._staged, non_blocking=True)
+
+    def count(self) -> None:
+        """Do what the update does to counts that are not where the parameters are."""
+        for counts, row in zip(self._counts, self._host, strict=True):
+            for count, value in zip(counts, row, strict=False):
+                count[()] = value
+
+    def update(self) -> None:
+        """Update the parameters and their state, with tensor operations only."""
+        rule, group = self._rule, self._optimizer.param_groups[self._index]
+        for param, state, row in zip(self._params, self._states, self._handed.unbind(), strict=True):
+            scalars = row.unbind()
+            for name, value in () if self.apart else zip(rule.counts, scalars, strict=False):
+                state[name].copy_(value)
+            rule.update(param, param.grad, state, group, scalars[len(rule.counts) :])  # type: ignore[arg-type]
+        if self.apart:
+            self.count()
+
+
+class InsideByRule:
+    """An optimizer whose update is recorded as tensor operations, with what it computes in Python handed over.
+
+    While a step is watched or recorded, ``optimizer.step`` is such an update. Groups and state are those of the
+    optimizer all the time, and hold what its own step would have left there.
+
+    Args:
+        optimizer: The optimizer.
+        rule: Its update.
+        exact: The update computes the same bits as the optimizer does.
+    """
+
+    def __init__(self, optimizer: Optimizer, rule: Rule, *, exact: bool) -> None:
+        self.exact = exact
+        self.refusal: FallbackReason | None = None
+        self._optimizer = optimizer
+        self._rule = rule
+        self._known: dict[Hashable, Handover] = {}
+        self._taken: list[list[Handover]] = []  # by call of `step`
+        self._step: Callable[..., Any] = optimizer.step
+
+    def key(self) -> Hashable:
+        """Return what a program holds by value, and where the state lies; numbers count by being zero or not."""
+        groups = [
+            (len(group["params"]), *[bool(v) for k, v in group.items() if k not in ("params", "param_names", "lr")])
+            for group in self._optimizer.param_groups
+        ]
+        state: Any = self._optimizer.state
+        first: dict[str, Any] = next(iter(state.values()), {})  # loading a checkpoint replaces all of them
+        return (tuple([tuple(group) for group in groups]), len(state), tuple([id(value) for value in first.values()]))
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Put an update that can be recorded in the place of ``optimizer.step``."""
+        attributes = self._optimizer.__dict__
+        patched = attributes.get("step")  # by learning-rate schedulers, which count its calls
+        self._step, self._taken, self.refusal = self._optimizer.step, [], None
+        step: Any = self._recordable_step
+        attributes["step"] = step
+        try:
+            yield
+        finally:
+            if patched is None:
+                del attributes["step"]
+            else:
+                attributes["step"] = patched
+            for handover in self.recorded().apart:  # no device takes numbers during a capture
+                handover.push()
+
+    def recorded(self) -> "RecordedUpdates":
+        """Return what replays of the step that was recorded last need."""
+        return RecordedUpdates(self._optimizer, self._taken)
+
+    def _recordable_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether step was called
+        with torch.no_grad():
+            self.refusal = self.refusal or self._obstacle()
+            if self.refusal is not None:
+                if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+                    raise RuntimeError(self.refusal.message)
+                self._step()
+                return loss
+            with torch._C.DisableTorchFunction(), _disable_current_modes():  # the host's share is not recorded
+                self._taken.append(self._collect())
+                for handover in self._taken[-1]:
+                    handover.fill()
+            for handover in self._taken[-1]:
+                handover.update()
+        return loss
+
+    def _obstacle(self) -> FallbackReason | None:
+        name = type(self._optimizer).__name__
+        for group in self._optimizer.param_groups:
+            needed = {*self._rule.counts, *self._rule.state(group)}
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if param.grad.is_sparse:
+                    return steps_outside(f"{name} got a sparse gradient of shape {tuple(param.shape)}")
+                if needed and any(self._optimizer.state.get(param, {}).get(one) is None for one in needed):
+                    return steps_outside(f"{name} has no state yet for a parameter of shape {tuple(param.shape)}")
+        return None
+
+    def _collect(self) -> list[Handover]:
+        found = []
+        for index, group in enumerate(self._optimizer.param_groups):
+            layouts: dict[Hashable, list[Tensor]] = {}
+            for param in group["params"]:
+                if param.grad is not None:
+                    layouts.setdefault((param.dtype, param.device), []).append(param)
+            for params in layouts.values():
+                states = [self._optimizer.state.get(param, {}) for param in params]
+                ids = [
+                    tuple([id(value) for value in (param, *s.values())])
+                    for param, s in zip(params, states, strict=True)
+                ]
+                key = (len(self._taken), index, *ids)
+                if key not in self._known:
+                    self._known[key] = Handover(self._optimizer, index, params, self._rule)
+                found.append(self._known[key])
+        return found
+
+
+class RecordedUpdates:
+    """The updates of one optimizer in a recorded step.
+
+    Args:
+        optimizer: The optimizer.
+        calls: What it updates, by call of its `step`.
+    """
+
+    def __init__(self, optimizer: Optimizer, calls: Sequence[Sequence[Handover]]) -> None:
+        handovers = [handover for call in calls for handover in call]
+        self._optimizer: Any = optimizer
+        self._handovers = handovers
+        self._several = len(calls) > 1
+        self.apart = [handover for handover in handovers if handover.apart]
+
+    def refill(self) -> None:
+        """Hand over the numbers of the next update."""
+        moved: dict[int, Sequence[float]] | None = {} if self._several else None
+        for handover in self._handovers:
+            handover.fill(moved)
+
+    def ran(self) -> None:
+        """Count updates where the host does."""
+        for handover in self.apart:
+            handover.count()
+
+    def count(self) -> None:
+        """Note that the optimizer stepped: schedulers ask."""
+        self._optimizer._opt_called = True
+
+
+def steps_outside(message: str) -> FallbackReason:
+    """Return the reason for an optimizer's step that is no part of a program."""
+    return FallbackReason(code="optimizer-outside", message=f"the optimizer steps outside the program: {message}")
