@@ -37,8 +37,8 @@ def test_a_lowered_step_trains_as_an_eager_one_within_tolerance(tmp_path, module
     assert program.verification == "within tolerance"
     assert program.captures == 1
     assert program.replays > 30
-    assert program.includes_optimizer is (module is Scheduled)
-    assert ("optimizer-outside" in codes(lowered)) is (module is Fused)
+    assert program.includes_optimizer
+    assert codes(lowered) == set()
     assert first_mismatch(eager.weights, lowered.weights, exact=False) is None
     assert first_mismatch(eager.metrics, lowered.metrics, exact=False) is None
     assert torch.equal(eager.rng, lowered.rng)

@@ -129,8 +129,8 @@ def test_every_optimizer_trains_to_the_same_bits_while_its_lr_changes_every_step
     (program,) = run.report.programs
     assert program.captures == 1
     assert program.replays > 30
-    assert program.includes_optimizer == (name.startswith("simple") or name.endswith("fused"))
-    assert codes(run) == (set() if program.includes_optimizer else {"optimizer-outside"})
+    assert program.includes_optimizer
+    assert codes(run) == set()
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,8 @@ def test_what_a_callback_keeps_is_not_overwritten_by_the_next_replay(tmp_path):
 
 
 class ReadsInSomeSteps(Classifier):
-    steps = (52,)
-    """Counted from 1; the 52nd step is the one that is captured, and no watched step reads."""
+    steps = (53,)
+    """Counted from 1; the 53rd step is the one that is captured, and no watched step reads."""
     count = 0
 
     def training_step(self, batch, batch_idx):
@@ -118,13 +118,13 @@ def reading():
 @pytest.mark.usefixtures("device_graphs")
 def test_a_step_that_a_graph_refused_is_taken_back_and_captured_at_the_next_try(tmp_path, reading):
     run = both(tmp_path, reading)
-    assert codes(run) == {"optimizer-outside"}
+    assert codes(run) == set()
     assert run.report.steps_replayed > 20
 
 
 @pytest.mark.usefixtures("device_graphs")
 def test_a_step_that_a_graph_refuses_twice_stays_eager_and_is_named(tmp_path, reading):
-    reading.steps = (52, 54)  # the 53rd is the first one again, eagerly
+    reading.steps = (53, 55)  # the 54th is the first one again, eagerly
     run = both(tmp_path, reading)
     (reason,) = [reason for reason in run.report.fallbacks if reason.code == "untraceable"]
     assert "not permitted when stream is capturing" in reason.message

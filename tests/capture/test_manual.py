@@ -1,5 +1,6 @@
 """A step that optimizes by hand, with several optimizers, is captured as one program."""
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,19 +22,35 @@ def test_a_gan_trains_to_the_same_bits(tmp_path):
     assert run.trainer.global_step == 2 * 48
 
 
-def test_fused_optimizers_take_part(tmp_path):
+@pytest.mark.parametrize("fused", [None, True])
+def test_optimizers_of_torch_take_part(tmp_path, fused):
     class Net(GAN):
         def configure_optimizers(self):
             parts = (self.generator, self.discriminator)
-            return [torch.optim.Adam(part.parameters(), lr=1e-3, fused=True) for part in parts]
+            return [torch.optim.Adam(part.parameters(), lr=1e-3, fused=fused) for part in parts]
 
     assert both(tmp_path, Net, loader=points).report.steps_replayed > 35
+
+
+def test_an_optimizer_that_steps_several_times_counts_every_update(tmp_path):
+    class Net(GAN):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self):
+            return [torch.optim.Adam(self.generator.parameters()), torch.optim.NAdam(self.discriminator.parameters())]
+
+    run = both(tmp_path, Net, loader=points)
+    assert run.report.steps_replayed > 35
+    assert next(iter(run.optimizers[1]["state"].values()))["step"] == 2 * 48
 
 
 def test_an_optimizer_that_cannot_be_recorded_keeps_the_step_eager(tmp_path):
     class Net(GAN):
         def configure_optimizers(self):
-            return [torch.optim.Adam(part.parameters(), lr=1e-3) for part in (self.generator, self.discriminator)]
+            parts = (self.generator, self.discriminator)
+            return [torch.optim.Adam(part.parameters(), lr=1e-3, foreach=True) for part in parts]
 
     run = both(tmp_path, Net, loader=points)
     assert run.report.steps_replayed == 0

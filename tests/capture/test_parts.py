@@ -294,7 +294,11 @@ def test_verification_can_be_switched_off(tmp_path):
 
 
 def test_the_report_and_the_run_record_hold_programs_and_reasons(tmp_path, capsys):
-    run = fit(tmp_path, Classifier, "graph", records=str(tmp_path / "runs"))
+    class Net(Classifier):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1, foreach=True)
+
+    run = fit(tmp_path, Net, "graph", records=str(tmp_path / "runs"))
     table = run.report.table()
     assert "(8, 8) float32, (8,) int64" in table
     assert "[optimizer-outside]" in table

@@ -1,6 +1,6 @@
 """Optimizers of torch inside a program: the numbers that they compute in Python are handed over before each run."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zdtrain.errors import FallbackReason
 from zdtrain.step.updates import Rule
 
+MAX_CALLS = 8  # of one optimizer's step in a training step, for which numbers have room
 DTYPES = (torch.float32, torch.float64)  # for which handed-over numbers round as Python's do
 
 
@@ -23,9 +24,12 @@ class Handover:
         index: Index of the group.
         params: Parameters of one dtype and device that have gradients, and state.
         rule: How they are updated.
+        room: Where the numbers lie, on the host and on the device; shape=(params or more, numbers).
     """
 
-    def __init__(self, optimizer: Optimizer, index: int, params: Sequence[Tensor], rule: Rule) -> None:
+    def __init__(
+        self, optimizer: Optimizer, index: int, params: Sequence[Tensor], rule: Rule, room: tuple[Tensor, Tensor]
+    ) -> None:
         self._optimizer = optimizer
         self._index = index
         self._params = params
@@ -34,12 +38,9 @@ class Handover:
         # 0-D views of memory: reading one takes a tenth of what `Tensor.item` does
         self._counts = [[memoryview(state[name].numpy()) for name in rule.counts] for state in self._states]
         self._kept = [list(state.values()) for state in self._states]  # so that nothing else gets their identity
-        after, numbers = rule.numbers(optimizer.param_groups[index], *(count[()] for count in self._counts[0]))
-        layout = torch.empty(len(params), len(after) + len(numbers), dtype=params[0].dtype)
-        self._host = layout.numpy()
-        self.apart = params[0].device.type != "cpu"
-        self._handed = layout.to(params[0].device, copy=self.apart)  # shape=(params, numbers)
-        self._staged = layout
+        self._staged, self._handed = (side[: len(params)] for side in room)
+        self._host = self._staged.numpy()
+        self.apart = room[0] is not room[1]
 
     def fill(self, moved: dict[int, Sequence[float]] | None = None) -> None:
         """Compute the numbers of the next update and bring them to the device.
@@ -101,6 +102,7 @@ class InsideByRule:
         self._optimizer = optimizer
         self._rule = rule
         self._known: dict[Hashable, Handover] = {}
+        self._rooms: dict[Hashable, tuple[Tensor, Tensor]] = {}  # by index of the group and layout
         self._taken: list[list[Handover]] = []  # by call of `step`
         self._step: Callable[..., Any] = optimizer.step
 
@@ -120,6 +122,7 @@ class InsideByRule:
         attributes = self._optimizer.__dict__
         patched = attributes.get("step")  # by learning-rate schedulers, which count its calls
         self._step, self._taken, self.refusal = self._optimizer.step, [], None
+        self._make_rooms()  # now: a watch takes what the step allocates for a tensor of the step's
         step: Any = self._recordable_step
         attributes["step"] = step
         try:
@@ -157,8 +160,19 @@ class InsideByRule:
                 handover.update()
         return loss
 
+    def _make_rooms(self) -> None:
+        for index, group in enumerate(self._optimizer.param_groups):
+            for layout, params in by_layout(group["params"]).items():
+                if (index, layout) not in self._rooms:
+                    after, numbers = self._rule.numbers(group, *[0.0] * len(self._rule.counts))
+                    shape = (MAX_CALLS, len(params), len(after) + len(numbers))
+                    host = torch.empty(shape, dtype=params[0].dtype)
+                    self._rooms[index, layout] = (host, host.to(params[0].device))
+
     def _obstacle(self) -> FallbackReason | None:
         name = type(self._optimizer).__name__
+        if len(self._taken) == MAX_CALLS:
+            return steps_outside(f"{name} steps over {MAX_CALLS} times in one training step")
         for group in self._optimizer.param_groups:
             needed = {*self._rule.counts, *self._rule.state(group)}
             for param in group["params"]:
@@ -173,11 +187,7 @@ class InsideByRule:
     def _collect(self) -> list[Handover]:
         found = []
         for index, group in enumerate(self._optimizer.param_groups):
-            layouts: dict[Hashable, list[Tensor]] = {}
-            for param in group["params"]:
-                if param.grad is not None:
-                    layouts.setdefault((param.dtype, param.device), []).append(param)
-            for params in layouts.values():
+            for layout, params in by_layout(param for param in group["params"] if param.grad is not None).items():
                 states = [self._optimizer.state.get(param, {}) for param in params]
                 ids = [
                     tuple([id(value) for value in (param, *s.values())])
@@ -185,7 +195,11 @@ class InsideByRule:
                 ]
                 key = (len(self._taken), index, *ids)
                 if key not in self._known:
-                    self._known[key] = Handover(self._optimizer, index, params, self._rule)
+                    host, device = self._rooms[index, layout]
+                    call = len(self._taken)
+                    staged = host[call]
+                    room = (staged, staged if device is host else device[call])
+                    self._known[key] = Handover(self._optimizer, index, params, self._rule, room)
                 found.append(self._known[key])
         return found
 
@@ -219,6 +233,14 @@ class RecordedUpdates:
     def count(self) -> None:
         """Note that the optimizer stepped: schedulers ask."""
         self._optimizer._opt_called = True
+
+
+def by_layout(params: Iterable[Tensor]) -> dict[Hashable, list[Tensor]]:
+    """Return the parameters by dtype and device."""
+    found: dict[Hashable, list[Tensor]] = {}
+    for param in params:
+        found.setdefault((param.dtype, param.device), []).append(param)
+    return found
 
 
 def steps_outside(message: str) -> FallbackReason:
