@@ -124,7 +124,7 @@ def test_plain_module_with_a_step_function() -> None:
 
     report = check_step(Base().net, batch(), step=step, make_optimizer=torch.optim.AdamW)
     assert only(report, "host-read").file == __file__
-    assert report.codes() == {"host-read", "optimizer-outside"}
+    assert report.codes() == {"host-read"}
 
 
 def test_data_module_with_batches_of_different_sizes() -> None:

@@ -50,15 +50,13 @@ def _change(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:
     return f"{pairs[0][0]} became {pairs[0][1]}" if pairs else "another number of arguments"
 
 
-def _explain(difference: Difference, same_rates: bool) -> tuple[str, str] | None:
+def _explain(difference: Difference) -> tuple[str, str] | None:
     """The code and the message for a difference; None for one that is no fault of the step."""
     before, after = difference.before, difference.after
     place = before.context.location
     in_optimizer = (place.library or "").startswith(_OPTIMIZERS)
     if in_optimizer and difference.kind in ("scalars", "host-values"):
-        if not same_rates or (place.library or "").startswith("zdtrain."):
-            return None  # a schedule: the Trainer holds the rate in a tensor
-        return "optimizer-not-capturable", f"{place.library} computes with Python numbers that change each step"
+        return None  # a program is handed these numbers, and other optimizers step outside of it
     if not place.is_user or in_optimizer or is_served(place):
         return None  # e.g. a loss scaler that skips the optimizer: the Trainer masks the update instead
     if difference.kind == "operations":
@@ -83,7 +81,7 @@ def _trace_findings(
     seen = set()
     for before, after in _comparable(steps):
         for difference in compare(before.operations, after.operations):
-            reason = _explain(difference, before.learning_rates == after.learning_rates)
+            reason = _explain(difference)
             if reason is None:
                 continue
             code, message = reason

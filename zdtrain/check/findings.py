@@ -223,8 +223,8 @@ _ALL = (
     ),
     Code(
         name="optimizer-not-capturable",
-        title="this optimizer computes on the host, so it steps eagerly after the captured part of the step",
-        remedy="use zdtrain.optim.SimpleAdam or an optimizer with capturable=True or fused=True",
+        title="this optimizer decides on the host, so it steps eagerly after the captured part of the step",
+        remedy="use zdtrain.optim.SimpleAdam or another optimizer that computes with tensors",
         severity="warning",
     ),
     Code(

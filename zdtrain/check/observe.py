@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from zdtrain.check import state
 from zdtrain.check.audit import GradientWatch, audit_devices, audit_registration
 from zdtrain.check.findings import Finding, make_finding
-from zdtrain.check.optimizers import group_options, learning_rates, make_capturable, schedule_states
+from zdtrain.check.optimizers import group_options, make_capturable, schedule_states
 from zdtrain.check.recorder import IN_STEP, Recorder
 from zdtrain.check.shadow import ShadowDevice
 from zdtrain.check.trace import Operation
@@ -41,7 +41,6 @@ class Step:
     """``train`` or ``validation``."""
     signature: object
     """Equal for steps that a single captured program could serve."""
-    learning_rates: tuple[float, ...]
     operations: list[Operation]
     """Those inside the captured part of the step."""
     num_tensors: int
@@ -319,7 +318,6 @@ class Observer(Callback):
         self.recorder.stage = stage
         self.device.start_step(self._index[stage])
         self._first_born = len(self.device.born)
-        self._rates = learning_rates(self.module.trainer.optimizers)
         self.recorder.is_armed = True
 
     def _end_step(self) -> None:
@@ -332,7 +330,6 @@ class Observer(Callback):
             Step(
                 stage=stage,
                 signature=(self._batch_signature, phase),
-                learning_rates=self._rates,
                 operations=[op for op in self.device.operations if op.context.hook in IN_STEP],
                 num_tensors=len(self.device.born) - self._first_born,
                 num_bytes=self.device.made_bytes,

@@ -20,16 +20,6 @@ def is_never_capturable(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, LBFGS | SparseAdam)
 
 
-def learning_rates(optimizers: list[Optimizer]) -> tuple[float, ...]:
-    """The learning rate of every group, as far as it is a Python number."""
-    rates = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            rate = group.get("lr", 0.0)
-            rates.append(-1.0 if isinstance(rate, torch.Tensor) else float(rate))
-    return tuple(rates)
-
-
 def group_options(optimizers: list[Optimizer]) -> list[tuple[str, object]]:
     """Every option of every group, comparable: tensors by identity, the rest by value."""
     return [

@@ -244,6 +244,21 @@ class ManualTwoOptimizers(Base):
         return [SimpleAdam(self.net.parameters(), lr=0.01), SimpleAdam(self.discriminator.parameters(), lr=0.01)]
 
 
+class ManualWithAdam(ManualTwoOptimizers):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.net, self.discriminator)]
+
+
+class ManualWithFusedAdam(ManualTwoOptimizers):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), lr=0.01, fused=True) for part in (self.net, self.discriminator)]
+
+
+class AdagradWithDecay(Base):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), lr=0.01, lr_decay=0.1)
+
+
 class HostWorkAroundTheStep(Base):
     """Python counters and clocks are the host's business outside the captured part."""
 
@@ -295,16 +310,13 @@ class FrozenBackbone(Base):
         return torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
 
 
-_OUTSIDE = frozenset({"optimizer-outside"})
-
 CASES = [
     Case(make=Classifier),
     Case(make=DropoutAndNorms),
-    Case(make=AdamWithSchedule, notes=_OUTSIDE, trainer_options={"gradient_clip_val": 1.0}),
-    Case(make=FusedAdamW, notes=_OUTSIDE),
+    Case(make=AdamWithSchedule, trainer_options={"gradient_clip_val": 1.0}),
+    Case(make=FusedAdamW),
     Case(
         make=RMSPropMomentum,
-        notes=_OUTSIDE,
         trainer_options={"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
     ),
     Case(make=ConvNet, batch=images),
@@ -321,8 +333,11 @@ CASES = [
     Case(make=MaskedLoss),
     Case(make=GumbelOneHot, reads_on_cpu=True),
     Case(make=ManualTwoOptimizers),
+    Case(make=ManualWithAdam),
+    Case(make=ManualWithFusedAdam),
+    Case(make=AdagradWithDecay),
     Case(make=HostWorkAroundTheStep),
     Case(make=LazyCache),
     Case(make=ScalarsOfTheRun, trainer_options={"scalars": {"weight": 0.5}}),
-    Case(make=FrozenBackbone, notes=_OUTSIDE),
+    Case(make=FrozenBackbone),
 ]

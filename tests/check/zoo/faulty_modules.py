@@ -146,7 +146,7 @@ CASES = [
     _fault(UnusedParameter, "unused-parameter"),
     _fault(DetachedBranch, "zero-gradient"),
     _fault(NanGradient, "nonfinite-gradient"),
-    _fault(ForgottenByOptimizer, "not-in-optimizer", notes=frozenset({"optimizer-outside"})),
+    _fault(ForgottenByOptimizer, "not-in-optimizer"),
     _fault(LogsInWrongHook, "log-outside-hook", verdict=FIXABLE),
     _fault(VectorLoss, "loss-shape", verdict=FIXABLE),
     _fault(OneElementLoss, "loss-shape"),
