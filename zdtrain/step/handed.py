@@ -59,12 +59,8 @@ class Handover:
                 known = before
             if moved is not None:
                 moved[id(self._params[row])] = self._host[row, : len(counts)].tolist()
-        if self.apart and not torch.accelerator.current_stream().is_capturing():
-            self.push()
-
-    def push(self) -> None:
-        """Bring the numbers to the device; they are copied away before this returns."""
-        self._handed.copy_(self._staged, non_blocking=True)
+        if self.apart and not _is_capturing():
+            self._handed.copy_(self._staged, non_blocking=True)  # from pageable memory: copied away when this returns
 
     def count(self) -> None:
         """Do what the update does to counts that are not where the parameters are."""
@@ -80,7 +76,7 @@ class Handover:
             for name, value in () if self.apart else zip(rule.counts, scalars, strict=False):
                 state[name].copy_(value)
             rule.update(param, param.grad, state, group, scalars[len(rule.counts) :])  # type: ignore[arg-type]
-        if self.apart:
+        if self.apart and not _is_capturing():
             self.count()
 
 
@@ -132,8 +128,6 @@ class InsideByRule:
                 del attributes["step"]
             else:
                 attributes["step"] = patched
-            for handover in self.recorded().apart:  # no device takes numbers during a capture
-                handover.push()
 
     def recorded(self) -> "RecordedUpdates":
         """Return what replays of the step that was recorded last need."""
@@ -217,7 +211,7 @@ class RecordedUpdates:
         self._optimizer: Any = optimizer
         self._handovers = handovers
         self._several = len(calls) > 1
-        self.apart = [handover for handover in handovers if handover.apart]
+        self._apart = [handover for handover in handovers if handover.apart]
 
     def refill(self) -> None:
         """Hand over the numbers of the next update."""
@@ -227,12 +221,17 @@ class RecordedUpdates:
 
     def ran(self) -> None:
         """Count updates where the host does."""
-        for handover in self.apart:
+        for handover in self._apart:
             handover.count()
 
     def count(self) -> None:
         """Note that the optimizer stepped: schedulers ask."""
         self._optimizer._opt_called = True
+
+
+def _is_capturing() -> bool:
+    """Return whether the device only notes what it is told: the host's share of such a step is not done."""
+    return torch.accelerator.current_stream().is_capturing()
 
 
 def by_layout(params: Iterable[Tensor]) -> dict[Hashable, list[Tensor]]:
