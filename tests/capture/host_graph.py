@@ -40,6 +40,8 @@ class _Recorder(TorchDispatchMode):
 
 
 class HostGraph:
+    capturing = False
+
     def __init__(self):
         self.operations = []
         self.replays = 0
@@ -54,8 +56,12 @@ class HostGraph:
     @contextmanager
     def capture(self):
         random = torch.get_rng_state()
-        with _Recorder(self):
-            yield
+        HostGraph.capturing = True
+        try:
+            with _Recorder(self):
+                yield
+        finally:
+            HostGraph.capturing = False
         for storage, copy in self._kept.values():
             storage.copy_(copy)
         torch.set_rng_state(random)

@@ -23,7 +23,7 @@ from zdtrain.monitors import NonFinite, Threshold
 from zdtrain.optim import SimpleAdam
 from zdtrain.step.verify import first_mismatch
 
-from .runs import CLASSES, FEATURES, QUIET, Classifier, assert_same, batches, both, codes, fit
+from .runs import CLASSES, FEATURES, QUIET, Classifier, assert_equal, assert_same, batches, both, codes, fit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
 DEVICE = "cuda"
@@ -453,12 +453,18 @@ def test_a_layer_frozen_at_an_epoch_and_new_learning_rates_are_followed(tmp_path
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
-def test_optimizers_of_torch_train_the_bits_of_an_eager_run(tmp_path, kind, fused):
+def test_optimizers_of_torch_train_as_an_eager_run_within_tolerance(tmp_path, kind, fused):
     class Net(Classifier):
         def configure_optimizers(self):
             return kind(self.parameters(), lr=0.01, fused=fused)
 
-    replayed(both(tmp_path, Net, **ON_GPU))
+    eager, captured = (fit(tmp_path, Net, capture, **ON_GPU) for capture in ("off", "graph"))
+    replayed(captured)
+    assert captured.report.programs[0].includes_optimizer
+    assert first_mismatch(eager.weights, captured.weights, exact=False) is None
+    assert_equal(eager.optimizers[0]["param_groups"], captured.optimizers[0]["param_groups"], "groups")
+    for state, same in zip(*(run.optimizers[0]["state"].values() for run in (eager, captured)), strict=True):
+        assert state.get("step") == same.get("step")
 
 
 # Memory and the end

@@ -59,7 +59,7 @@ class Handover:
                 known = before
             if moved is not None:
                 moved[id(self._params[row])] = self._host[row, : len(counts)].tolist()
-        if self.apart and not _is_capturing():
+        if self.apart and not is_capturing():
             self._handed.copy_(self._staged, non_blocking=True)  # from pageable memory: copied away when this returns
 
     def count(self) -> None:
@@ -76,7 +76,7 @@ class Handover:
             for name, value in () if self.apart else zip(rule.counts, scalars, strict=False):
                 state[name].copy_(value)
             rule.update(param, param.grad, state, group, scalars[len(rule.counts) :])  # type: ignore[arg-type]
-        if self.apart and not _is_capturing():
+        if self.apart and not is_capturing():
             self.count()
 
 
@@ -161,7 +161,7 @@ class InsideByRule:
                     after, numbers = self._rule.numbers(group, *[0.0] * len(self._rule.counts))
                     shape = (MAX_CALLS, len(params), len(after) + len(numbers))
                     host = torch.empty(shape, dtype=params[0].dtype)
-                    self._rooms[index, layout] = (host, host.to(params[0].device))
+                    self._rooms[index, layout] = (host, on_device(host, params[0].device))
 
     def _obstacle(self) -> FallbackReason | None:
         name = type(self._optimizer).__name__
@@ -229,7 +229,12 @@ class RecordedUpdates:
         self._optimizer._opt_called = True
 
 
-def _is_capturing() -> bool:
+def on_device(host: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor that a program on `device` reads what lies in `host` from: itself, on the host."""
+    return host.to(device)
+
+
+def is_capturing() -> bool:
     """Return whether the device only notes what it is told: the host's share of such a step is not done."""
     return torch.accelerator.current_stream().is_capturing()
 
