@@ -67,3 +67,32 @@ def test_an_example_is_found_by_its_own_rule_when_only_that_is_selected() -> Non
     for code, rule in ALL.items():
         findings = lint_source(code_of(rule, "Example"), settings=LintSettings(select=(code,), level=Severity.NOTE))
         assert {finding.code for finding in findings} == {code}
+
+
+@pytest.mark.parametrize(
+    ("made", "used", "found"),
+    [
+        ("torchmetrics.Accuracy(task='binary')", "self.metric(batch[0], batch[1])", True),
+        ("torchmetrics.MeanMetric()", "self.metric.update(batch[0])", True),
+        ("torchmetrics.MeanMetric(nan_strategy='disable')", "self.metric.update(batch[0])", False),
+        ("torchmetrics.Accuracy(task='binary', validate_args=False)", "self.metric(batch[0], batch[1])", False),
+        ("torchmetrics.Accuracy(**options)", "self.metric(batch[0], batch[1])", False),
+        ("torchmetrics.Accuracy(task='binary')", "pass", False),
+        ("torchmetrics.MeanSquaredError()", "self.metric(batch[0], batch[1])", False),
+    ],
+)
+def test_metrics_that_check_their_arguments_are_found_where_the_step_updates_them(made, used, found) -> None:
+    source = f"""\
+import lightning as L
+import torchmetrics
+
+class Net(L.LightningModule):
+    def __init__(self, options):
+        super().__init__()
+        self.metric = {made}
+
+    def training_step(self, batch, batch_idx):
+        {used}
+        return self.layer(batch[0]).mean()
+"""
+    assert ("ZD515" in [finding.code for finding in lint_source(source)]) == found

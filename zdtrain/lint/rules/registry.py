@@ -6,6 +6,7 @@ from zdtrain.lint.rules import (
     host_reads,
     host_waits,
     loading,
+    metrics,
     modes,
     modules,
     optimizers,
@@ -29,6 +30,7 @@ _FILES = (
     scalars,
     modules,
     loading,
+    metrics,
 )
 
 ALL: dict[str, type[Rule]] = {
