@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from zdtrain.device import runtime_for
+from zdtrain.device import is_capturing, runtime_for
 from zdtrain.errors import ConfigError
 
 
@@ -20,6 +20,7 @@ class FakeCuda:
         self.num_streams = 0
         self.debug_mode = "default"
         self.num_captures = self.num_pools = self.reserved = 0
+        self.is_initialized = True
         self.refuses = False
         """Whether the next capture ends in an error, as after an operation that CUDA refused."""
 
@@ -97,7 +98,8 @@ class FakeCuda:
             "current_device": lambda: 0,
             "current_stream": lambda device: fake.current,
             "default_stream": lambda device: fake.default,
-            "is_current_stream_capturing": lambda: False,
+            "is_initialized": lambda: fake.is_initialized,
+            "is_current_stream_capturing": lambda: True,
             "synchronize": lambda device: fake.calls.append("host waits for device"),
             "get_sync_debug_mode": lambda: fake.debug_mode,
             "set_sync_debug_mode": lambda mode: setattr(fake, "debug_mode", mode),
@@ -225,6 +227,13 @@ def test_the_default_stream_cannot_be_captured(runtime):
     capture = runtime.graph().capture()
     with pytest.raises(ConfigError, match=r"default stream; run training inside runtime\.training"):
         capture.__enter__()
+
+
+def test_nothing_is_captured_before_cuda_is_in_use(runtime, cuda):
+    assert runtime.is_capturing()
+    assert is_capturing()
+    cuda.is_initialized = False
+    assert not is_capturing()
 
 
 def test_blocking_calls_are_counted(runtime, cuda):

@@ -24,6 +24,7 @@ __all__ = [
     "StreamName",
     "SyncDebugMode",
     "UnsupportedError",
+    "is_capturing",
     "runtime_for",
 ]
 
@@ -40,3 +41,15 @@ def runtime_for(device: torch.device) -> Runtime:
 
         return CudaRuntime(device)
     return HostRuntime(device)
+
+
+def is_capturing() -> bool:
+    """Return whether work on the current stream is only noted, not done; never so without a CUDA device in use.
+
+    Example:
+        >>> is_capturing()
+        False
+    """
+    from zdtrain.device.cuda import is_capturing as is_current_stream_capturing
+
+    return is_current_stream_capturing()

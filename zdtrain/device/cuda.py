@@ -198,7 +198,7 @@ class CudaRuntime:
 
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured."""
-        return torch.cuda.is_current_stream_capturing()
+        return is_capturing()
 
     def rng_state(self) -> tuple[Tensor, ...]:
         """Return the states of the host's and the device's default generators."""
@@ -233,6 +233,11 @@ class CudaRuntime:
         if stream is None:
             stream = self._streams[name] = torch.cuda.Stream(self.device)
         return stream
+
+
+def is_capturing() -> bool:
+    """Return whether the current stream of the current device is being captured."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def has_ended(graph: torch.cuda.CUDAGraph) -> bool:

@@ -284,6 +284,7 @@ class Capturing(ABC):
         entry.capture_seconds += time.perf_counter() - start
         if session.device_graphs and session.capture == "graph":
             host.restore()
+            saved.restore()  # what lies on the host is not captured but done
             self._batch = batch
             self._eagerly(region)
         else:

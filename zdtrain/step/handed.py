@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from zdtrain.device import is_capturing
 from zdtrain.errors import FallbackReason
 from zdtrain.step.updates import Rule
 
@@ -232,11 +233,6 @@ class RecordedUpdates:
 def on_device(host: Tensor, device: torch.device) -> Tensor:
     """Return the tensor that a program on `device` reads what lies in `host` from: itself, on the host."""
     return host.to(device)
-
-
-def is_capturing() -> bool:
-    """Return whether the device only notes what it is told: the host's share of such a step is not done."""
-    return torch.accelerator.current_stream().is_capturing()
 
 
 def by_layout(params: Iterable[Tensor]) -> dict[Hashable, list[Tensor]]:
