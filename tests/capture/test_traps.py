@@ -30,6 +30,12 @@ class UsesBatchIdx(Deterministic):
         return self.loss(batch) * (1 + batch_idx)  # trap
 
 
+class ZeroesByBatchIdx(Deterministic):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % 7 != 5:  # trap
+            optimizer.zero_grad()
+
+
 class Counts(Deterministic):
     n = 0
 
@@ -284,6 +290,7 @@ TRAPS = {
     WeighsByNumpy: "host-read",
     WeighsByList: "host-read",
     UsesBatchIdx: "batch-idx",
+    ZeroesByBatchIdx: "batch-idx",
     Counts: "python-state",
     ReadsGlobalStep: "trainer-state",
     ReadsMetrics: "trainer-state",

@@ -129,6 +129,10 @@ class CapturedStep(Capturing, EagerStep):
         with self._noted():
             return super()._training_step()
 
+    def _zero_grad(self) -> None:
+        with self._noted_index():
+            super()._zero_grad()
+
     def _replay(self, entry: Entry, recording: Recording) -> None:
         super()._replay(entry, recording)
         self._ran = True

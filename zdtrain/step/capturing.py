@@ -172,13 +172,24 @@ class Capturing(ABC):
         if watch is None:
             yield
             return
-        log, index = self._log, self._batch_idx
+        log = self._log
         self._log = self._attributes["log"] = NotedLog(log, watch)
-        self._batch_idx = NotedIndex(index, watch)
+        try:
+            with self._noted_index():
+                yield
+        finally:
+            self._log = log
+
+    @contextmanager
+    def _noted_index(self) -> Iterator[None]:
+        """Let the watch, if there is one, know whether the body uses the batch's index."""
+        watch, index = self._session.watch, self._batch_idx
+        if watch is not None:
+            self._batch_idx = NotedIndex(index, watch)
         try:
             yield
         finally:
-            self._log, self._batch_idx = log, index
+            self._batch_idx = index
 
     def _watch(self, entry: Entry, region: Region) -> None:
         """Run the region eagerly and look at what it does; decide once there is something to compare."""
