@@ -17,6 +17,7 @@ from zdtrain.errors import ConfigError
 from zdtrain.step.key import fingerprint, flatten_batch, frozen, signature, unflatten_batch
 from zdtrain.step.noted import NotedIndex
 from zdtrain.step.program import LeastRecentlyUsed
+from zdtrain.step.reach import Reach
 from zdtrain.step.session import MAX_PROGRAMS, CaptureSession
 from zdtrain.step.tape import Tape, record
 from zdtrain.step.verify import Saved, first_mismatch
@@ -105,7 +106,9 @@ def test_more_kinds_of_steps_than_can_be_kept_are_named(tmp_path):
 
 
 def test_a_released_session_holds_no_tensors():
-    session = CaptureSession(capture="graph", verify=True, runtime=runtime_for(torch.device("cpu")), tell=print)
+    session = CaptureSession(
+        capture="graph", verify=True, runtime=runtime_for(torch.device("cpu")), reach=Reach(None), tell=print
+    )
     session.entry("key", lambda: "a batch").captures = 1
     session.release()
     assert [program.key for program in session.report().programs] == ["a batch"]

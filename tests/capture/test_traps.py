@@ -131,22 +131,22 @@ class LogsChangingFloat(Deterministic):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class BakesClosureNumber(Deterministic):
+class BakesClassNumber(Deterministic):
     scale = [1.0]
 
     def training_step(self, batch, batch_idx):
-        self.scale[0] *= 0.9
-        return self.loss(batch) * self.scale[0]  # trap
+        self.scale[0] *= 0.9  # trap
+        return self.loss(batch) * self.scale[0]
 
     @classmethod
     def reset(cls):
         cls.scale[0] = 1.0
 
 
-class BakesTensorLiteral(BakesClosureNumber):
+class BakesTensorLiteral(BakesClassNumber):
     def training_step(self, batch, batch_idx):
-        self.scale[0] *= 0.9
-        return self.loss(batch) * torch.tensor(self.scale[0])  # trap
+        self.scale[0] *= 0.9  # trap
+        return self.loss(batch) * torch.tensor(self.scale[0])
 
 
 class CarriesGlobalTensor(Deterministic):
@@ -302,8 +302,8 @@ TRAPS = {
     AppendsToOwnList: "python-state",
     AppendsToGlobalList: "kept-tensor",
     LogsChangingFloat: "logged-number",
-    BakesClosureNumber: "python-number",
-    BakesTensorLiteral: "python-number",
+    BakesClassNumber: "python-state",
+    BakesTensorLiteral: "python-state",
     CarriesGlobalTensor: "kept-tensor",
     HooksIntoBackward: "hook-inside",
     HooksIntoModule: "tensor-hook",

@@ -11,6 +11,7 @@ from zdtrain.config import Capture, TrainerOptions
 from zdtrain.drain import Drain
 from zdtrain.errors import FallbackReason
 from zdtrain.records.recorder import RunRecorder
+from zdtrain.step.reach import Reach
 from zdtrain.step.report import CaptureReport
 from zdtrain.step.session import CaptureSession
 
@@ -99,6 +100,7 @@ class CanCapture:
             capture=capture,
             verify=self.options.verify_capture,
             runtime=runtime,
+            reach=Reach(self),
             tell=self.tell,
             device_graphs=runtime.device.type == "cuda",
             step=step,

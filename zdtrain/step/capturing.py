@@ -195,12 +195,14 @@ class Capturing(ABC):
         """Run the region eagerly and look at what it does; decide once there is something to compare."""
         session, around = self._session, self._surroundings
         earlier = entry.observations[0] if entry.observations else None
+        known = len(session.reach)
         self._results.commit()
         seen = Observation(
             self._module,
             Capturing._through.__code__,
             [tensor for tensor in self._inputs(entry) if tensor is not None],
             looks=self._looks(),
+            reach=session.reach,
             find_lines=earlier is not None and bool(earlier.changes),
         )
         counts = around.metric_counts()
@@ -228,7 +230,7 @@ class Capturing(ABC):
             seen.release()
         elif not seen.changes:  # otherwise the lines are to be found first
             session.refuse(entry, list(dict.fromkeys(seen.reasons)))
-        if not seen.attributes <= session.attributes:
+        if not seen.attributes <= session.attributes or len(session.reach) > known:
             session.attributes |= seen.attributes
             self._fingerprints.look_again()
             session.move(self._key, (self._fingerprints.current(), *self._key[1:]))

@@ -36,27 +36,36 @@ class Fingerprints:
         self._interruptions = interruptions
         self._seen = -1
         self._number = 0
+        self._inside: tuple[Hashable, ...] = ()
+        self._outside: tuple[Hashable, ...] = ()
         self._values: dict[Any, Hashable] = {}
 
     def current(self) -> int:
         """Return the number that stands for the module as it is."""
         interruptions = self._interruptions()
+        outside = self._session.reach.values()
         if interruptions != self._seen or self._every_step:
             self._seen = interruptions
-            number = self._session.number_of(fingerprint(self._module, self._session.attributes))
-            if number != self._number and self._every_step:
-                self._name_changes()
-            self._number = number
-        return self._number
+            self._inside = fingerprint(self._module, self._session.attributes)
+        elif outside == self._outside:
+            return self._number
+        number = self._session.number_of((self._inside, outside))
+        if number != self._number:
+            self._name_changes(outside)
+        self._number, self._outside = number, outside
+        return number
 
     def look_again(self) -> None:
         """Take nothing for granted when asked for the next time."""
         self._seen = -1
 
-    def _name_changes(self) -> None:
-        """Name the attributes that change between steps, once it is clear that they go on doing so."""
-        before, self._values = self._values, python_state(self._module, self._session.attributes)
-        if self._session.n_fingerprints > MANY_CHANGES:
+    def _name_changes(self, outside: tuple[Hashable, ...]) -> None:
+        """Name what changes between steps, once it is clear that it goes on doing so."""
+        session = self._session
+        before, self._values = self._values, python_state(self._module, session.attributes)
+        if session.n_fingerprints > MANY_CHANGES:
+            for reason in session.reach.changes(self._outside, outside):
+                session.note(reason)
             for (path, name), value in self._values.items():
                 if before.get((path, name), value) != value:
-                    self._session.note(attribute_reason(self._module, path, name, when="between steps"))
+                    session.note(attribute_reason(self._module, path, name, when="between steps"))

@@ -1,8 +1,11 @@
 """What a captured step depends on besides tensor values: inputs' layout, and Python numbers that it would bake in."""
 
+import random
+import sys
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from zdtrain.source.location import frame_kind
 from zdtrain.step.reads import ALL
 
 # Written by Lightning around every hook, or caches of torchmetrics that are accounted for elsewhere.
@@ -97,6 +101,12 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
         return (type(value).__name__, id(value))
     if isinstance(value, np.generic | np.ndarray):
         return (value.shape, str(value.dtype), value.tobytes()) if value.size <= MAX_ITEMS else id(value)
+    if isinstance(value, random.Random):
+        return hash(value.getstate())
+    if isinstance(value, np.random.Generator):
+        return str(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return str(value.get_state(legacy=False))
     if depth == MAX_DEPTH:
         return id(value)
     if isinstance(value, Mapping):
@@ -106,10 +116,29 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
         return (type(value).__name__, len(value), *(frozen(item, depth + 1) for item in items))
     if isinstance(value, set | frozenset):
         return (len(value), frozenset(frozen(item, depth + 1) for item in value))
-    held = getattr(value, "__dict__", None)
-    if held and not callable(value) and not type(value).__module__.startswith(("torch", "lightning")):
-        return (id(value), *(_frozen_items(held.items(), depth)))
-    return id(value)
+    return (id(value), *_frozen_items(_held(value).items(), depth))
+
+
+def _held(value: Any) -> Mapping[str, Any]:
+    """Return the attributes of an object that count for its value: not those of functions, classes or libraries."""
+    kind = type(value)
+    if isinstance(value, type | FunctionType | BuiltinFunctionType | MethodType):
+        return {}
+    if kind.__module__.startswith(("torch", "lightning", "zdtrain")) or (callable(value) and not is_users(kind)):
+        return {}
+    slots = [name for base in kind.__mro__ for name in _names(vars(base).get("__slots__", ())) if hasattr(value, name)]
+    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+
+
+def _names(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def is_users(kind: type | ModuleType) -> bool:
+    """Return whether a class or module is written by the user."""
+    module = kind.__name__ if isinstance(kind, ModuleType) else kind.__module__
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return module == "__main__" or (file is not None and frame_kind(file) == "user")
 
 
 def _frozen_items(items: Any, depth: int) -> Iterator[Hashable]:

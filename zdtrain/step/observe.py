@@ -13,6 +13,7 @@ from zdtrain.source.location import Location
 from zdtrain.step.carried import Place, held_tensors, metric_counts, replaced, updates_between
 from zdtrain.step.host import ChangeFinder, HostLooks, change_reasons
 from zdtrain.step.key import is_metric, python_state
+from zdtrain.step.reach import Reach
 from zdtrain.step.reads import AttributeReads
 from zdtrain.step.watch import HostAccess, Watch, difference, reason_at, storage_of
 
@@ -25,6 +26,7 @@ class Observation:
         boundary: Code of the function that drives the step.
         inputs: Tensors that change with every step.
         looks: What a replay would not change.
+        reach: What the step reads past its module.
         find_lines: Look for the lines that change what a replay would not; slow.
     """
 
@@ -35,6 +37,7 @@ class Observation:
         inputs: Iterable[Tensor],
         *,
         looks: HostLooks,
+        reach: Reach,
         find_lines: bool = False,
     ) -> None:
         self.watch = Watch(boundary, inputs)
@@ -46,6 +49,7 @@ class Observation:
         self.places: dict[str, Location] = {}
         self._module = module
         self._looks = looks
+        self._reach = reach
         self._finder = ChangeFinder(looks) if find_lines else None
         self._held: dict[Place, Tensor] = {}
 
@@ -62,7 +66,13 @@ class Observation:
         self._held = held_tensors(module)
         reads = AttributeReads(module)
         looking = self._finder.looking() if self._finder else nullcontext()
-        with reads.looking(), looking, HostAccess(self.watch), self.watch:
+        with (
+            self._reach.looking(self.watch),
+            reads.looking(),
+            looking,
+            HostAccess(self.watch),
+            self.watch,
+        ):
             region()
         self.attributes = reads.names()
         held = held_tensors(module)

@@ -13,6 +13,7 @@ from zdtrain.step.carried import Carried
 from zdtrain.step.observe import Observation
 from zdtrain.step.optimizers import Inside, inside
 from zdtrain.step.program import LeastRecentlyUsed
+from zdtrain.step.reach import Reach
 from zdtrain.step.recording import Recording
 from zdtrain.step.report import CaptureReport, ProgramReport
 
@@ -83,6 +84,7 @@ class CaptureSession:
         capture: ``"graph"`` or ``"compile"``.
         verify: Compare every program with an eager step before it is trusted, and once an epoch.
         runtime: The device door.
+        reach: What steps read past their module.
         device_graphs: Capture steps in graphs of the device instead of op tapes.
         tell: Called with each new reason for an eager step.
         step: The step that is captured.
@@ -94,6 +96,7 @@ class CaptureSession:
         capture: Capture,
         verify: bool,
         runtime: Runtime,
+        reach: Reach,
         tell: Callable[[FallbackReason], None],
         device_graphs: bool = False,
         step: str = TRAINING_STEP,
@@ -103,6 +106,7 @@ class CaptureSession:
         self.capture = capture
         self.verify = verify
         self.runtime = runtime
+        self.reach = reach
         self.watch: Any = None  # the `Watch` of the step that runs now, if any
         self.epoch_in_key = False
         self.started = False  # whether a step ran

@@ -1,0 +1,292 @@
+"""Host values past the module that a step's code reads: globals, closures, options, what the Trainer knows.
+
+A program holds them by value. Which ones there are is learned while a step is watched, from the user's functions that
+ran; from then on they are part of the key. What has no value to compare (a clock, a loop's counters) is refused.
+"""
+
+import argparse
+import builtins
+import dis
+import gc
+import random
+import sys
+import time
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zdtrain.errors import FallbackReason
+from zdtrain.source.location import Location, frame_kind
+from zdtrain.step.key import frozen, is_users
+from zdtrain.step.watch import Watch, reason_at
+
+# Attributes of the Trainer that a program may hold by value.
+SERVED = frozenset({"is_last_batch", "should_stop", "sanity_checking", "validating", "testing", "datamodule"})
+# Attributes of it, its loops and schedulers that are others in every step.
+REFUSED = frozenset(
+    {
+        *("fit_loop", "epoch_loop", "batch_progress", "epoch_progress", "optim_progress", "total_batch_idx"),
+        *("progress_bar_metrics", "lr_scheduler_configs", "get_last_lr", "last_epoch", "_last_lr"),
+        *("train_dataloader", "callbacks"),
+    }
+)
+CLOCKS = frozenset({time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic})
+EFFECTS: dict[Any, str] = {builtins.print: "prints", builtins.open: "opens a file", builtins.input: "waits for input"}
+_CONTAINERS = (list, tuple, dict, set, frozenset, Mapping, np.generic, np.ndarray)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+_NUMBERS = (bool, int, float, str, bytes, type(None))
+_GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """One value that is looked at again before every step."""
+
+    label: str
+    """What it is, in words."""
+    place: Location
+    """A line that reads it."""
+    read: Callable[[], Hashable]
+    """Returns something that changes when the value does."""
+
+
+@dataclass(slots=True)
+class Uses:
+    """What the code of one function reads, by its line."""
+
+    names: dict[str, int] = field(default_factory=dict)
+    """Globals, and variables of functions around."""
+    attributes: dict[str, int] = field(default_factory=dict)
+    """Attributes of whatever objects."""
+
+
+class Reach:
+    """The values past the module that watched steps read.
+
+    Args:
+        trainer: The Trainer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._roots: dict[Hashable, Root] = {}
+        self._uses: dict[int, tuple[CodeType, Uses]] = {}
+        self._ran: set[int] = set()
+        self._before: dict[Hashable, Hashable] = {}
+        self._watch: Watch | None = None
+
+    def __len__(self) -> int:
+        return len(self._roots)
+
+    def values(self) -> tuple[Hashable, ...]:
+        """Return all of them, comparable by equality."""
+        return tuple([root.read() for root in self._roots.values()])
+
+    def changes(self, before: Sequence[Hashable], after: Sequence[Hashable]) -> Iterator[FallbackReason]:
+        """Yield a reason for each value that is different."""
+        for root, old, new in zip(self._roots.values(), before, after, strict=False):
+            if old != new:
+                what = f"{root.label} is changed between steps; make it a tensor that is filled in place"
+                yield reason_at(root.place, "python-state", what)
+
+    @contextmanager
+    def looking(self, watch: Watch) -> Iterator[None]:
+        """Learn what the body reads, and tell the watch what it changes or what cannot be served."""
+        self._watch = watch
+        self._ran = set()
+        self._before = {key: root.read() for key, root in self._roots.items()}
+        profile = sys.getprofile()
+        sys.setprofile(self._profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(profile)
+        for key, root in self._roots.items():
+            if root.read() != self._before[key]:
+                what = f"{root.label} is changed by the step, which a replay would not"
+                watch.reads.append(reason_at(root.place, "python-state", what))
+
+    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event not in ("call", "c_call") or frame_kind(code.co_filename) not in ("user", "third-party"):
+            return
+        if event == "c_call":
+            self._note_call(frame, argument)
+        elif id(code) not in self._ran or code.co_freevars:
+            self._ran.add(id(code))
+            self._harvest(frame)
+
+    def _note_call(self, frame: FrameType, function: Any) -> None:
+        if not isinstance(function, types.BuiltinFunctionType):
+            return
+        dated = isinstance(function.__self__, type) and function.__name__ in ("now", "utcnow", "today")
+        if function in CLOCKS or dated:
+            self._refuse(frame, frame.f_lineno, "host-clock", "the step reads the clock, which a replay does not")
+        elif function in EFFECTS:
+            what = f"the step {EFFECTS[function]}, which a replay does not: do it in a hook around the step"
+            self._refuse(frame, frame.f_lineno, "side-effect", what)
+
+    def _refuse(self, frame: FrameType, line: int, code: str, message: str) -> None:
+        assert self._watch is not None
+        self._watch.reads.append(reason_at(_place(frame, line), code, message))
+
+    def _harvest(self, frame: FrameType) -> None:
+        """Take in what the function that is being called can read."""
+        code = frame.f_code
+        if id(code) not in self._uses:
+            self._uses[id(code)] = (code, uses_of(code))
+        uses = self._uses[id(code)][1]
+        if frame_kind(code.co_filename) == "user":
+            for name, line in uses.names.items():
+                if name in frame.f_globals and name not in code.co_freevars:
+                    self._take_global(frame, line, name, uses)
+            self._take_cells(frame, uses)
+            self._take_class_attributes(frame, uses)
+            self._take_defaults(frame)
+        for name in uses.attributes.keys() & REFUSED:
+            what = f"the step reads {name!r}, which is another one in every step and which a replay does not see"
+            self._refuse(frame, uses.attributes[name], "trainer-state", what)
+        for name in uses.attributes.keys() & SERVED:
+            line = uses.attributes[name]
+            self._add(("trainer", name), f"trainer.{name}", frame, line, _reader(self._trainer, name))
+        if "param_groups" in uses.attributes:
+            for index, optimizer in enumerate(self._trainer.optimizers):
+                label = f"an option of the param_groups of optimizer {index}"
+                line = uses.attributes["param_groups"]
+                self._add(("options", id(optimizer)), label, frame, line, _options_reader(optimizer))
+
+    def _take_global(self, frame: FrameType, line: int, name: str, uses: Uses) -> None:
+        scope, value = frame.f_globals, frame.f_globals[name]
+        if isinstance(value, types.ModuleType | type):
+            if not is_users(value):
+                return
+            for attribute in uses.attributes:
+                held = getattr(value, attribute, None)
+                if _is_state(held):
+                    label = f"{name}.{attribute}"
+                    self._add((id(value), attribute), label, frame, line, _reader(value, attribute))
+        elif _is_state(value):
+            self._add((id(scope), name), f"the global {name!r}", frame, line, _item_reader(scope, name))
+
+    def _take_cells(self, frame: FrameType, uses: Uses) -> None:
+        """Take in the variables of the functions around, but for those that the step itself makes."""
+        code = frame.f_code
+        outer = [name for name in code.co_freevars if name != "__class__" and not _is_local(frame, name)]
+        values = frame.f_locals if outer else {}
+        if not any(_is_state(values.get(name)) for name in outer):
+            return
+        for function in gc.get_referrers(code):
+            if not isinstance(function, FunctionType) or function.__code__ is not code:
+                continue
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+                if name in outer and _is_state(_content(cell)):
+                    label = f"the variable {name!r} of a function around the step"
+                    line = uses.names.get(name, code.co_firstlineno)
+                    self._add(id(cell), label, frame, line, partial(_cell_value, cell))
+
+    def _take_class_attributes(self, frame: FrameType, uses: Uses) -> None:
+        """Take in what a method reads of its class and not of the instance."""
+        owner = _first_argument(frame)
+        if not isinstance(owner, nn.Module):
+            return
+        cls = type(owner)
+        for kind in filter(is_users, cls.__mro__):
+            for name in uses.attributes.keys() & vars(kind).keys():
+                if _is_state(vars(kind)[name]) and name not in owner.__dict__:
+                    label = f"{kind.__name__}.{name}"
+                    self._add((id(cls), name), label, frame, uses.attributes[name], _reader(cls, name))
+
+    def _take_defaults(self, frame: FrameType) -> None:
+        """Take in default arguments that can be changed in place."""
+        code = frame.f_code
+        function = getattr(_first_argument(frame), code.co_name, None) or frame.f_globals.get(code.co_name)
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, FunctionType) or function.__code__ is not code:
+            return
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            if _is_state(value) and not isinstance(value, _NUMBERS):
+                label = f"a default argument of {code.co_qualname}"
+                self._add(id(value), label, frame, code.co_firstlineno, partial(frozen, value))
+
+    def _add(self, key: Hashable, label: str, frame: FrameType, line: int, read: Callable[[], Hashable]) -> None:
+        if key not in self._roots:
+            self._roots[key] = Root(label, _place(frame, line), read)
+            self._before[key] = read()
+
+
+def uses_of(code: CodeType) -> Uses:
+    """Return the names from outside and the attributes that `code` loads, with their first line."""
+    uses, line = Uses(), code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        positions = instruction.positions
+        line = (positions.lineno if positions else None) or line
+        if instruction.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")):
+            uses.names.setdefault(instruction.argval, line)
+        elif instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")):
+            uses.attributes.setdefault(instruction.argval, line)
+    return uses
+
+
+def _place(frame: FrameType, line: int) -> Location:
+    return Location(frame.f_code.co_filename, line, frame.f_code.co_qualname)
+
+
+def _first_argument(frame: FrameType) -> Any:
+    """Return what a method is called on."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return frame.f_locals.get(names[0]) if names else None
+
+
+def _is_local(frame: FrameType, name: str) -> bool:
+    """Return whether a function that runs further out holds the variable: then it is made anew in every step."""
+    outer = frame.f_back
+    while outer is not None:
+        if name in outer.f_code.co_cellvars and outer.f_locals.get(name) is frame.f_locals.get(name):
+            return True
+        outer = outer.f_back
+    return False
+
+
+def _cell_value(cell: types.CellType) -> Hashable:
+    return frozen(_content(cell))
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
+
+
+def _is_state(value: Any) -> bool:
+    """Return whether `value` is a Python value, or an object that holds some, that could be another one later."""
+    if isinstance(value, (*_NUMBERS, *_CONTAINERS, *_GENERATORS, *_NAMESPACES)):
+        return True
+    if isinstance(value, Tensor | nn.Module | Optimizer | FunctionType | type | types.MethodType | property):
+        return False
+    return is_users(type(value))
+
+
+def _reader(owner: Any, name: str) -> Callable[[], Hashable]:
+    return lambda: frozen(getattr(owner, name, _GONE))
+
+
+def _item_reader(scope: dict[str, Any], name: str) -> Callable[[], Hashable]:
+    return lambda: frozen(scope.get(name, _GONE))
+
+
+def _options_reader(optimizer: Optimizer) -> Callable[[], Hashable]:
+    def read() -> Hashable:
+        groups = optimizer.param_groups
+        return tuple([tuple([frozen(value) for name, value in g.items() if name != "params"]) for g in groups])
+
+    return read
