@@ -163,6 +163,14 @@ _ALL = (
         title="the step reads the clock; a capture reads it once",
         remedy="measure in on_train_batch_start/end, or with a profiler",
         severity="warning",
+        blocks=True,
+    ),
+    Code(
+        name="side-effect",
+        title="the step prints; a replay does not",
+        remedy="print in on_train_batch_end",
+        severity="warning",
+        blocks=True,
     ),
     # ---- state
     Code(

@@ -1,5 +1,6 @@
 """What has to be replaced in torch and in the host libraries while the shadow device is on; all undone on exit."""
 
+import builtins
 import contextlib
 import functools
 import random
@@ -94,7 +95,8 @@ def _host_calls(recorder: Recorder) -> Iterator[Replacement]:
     def noted(function: Callable[..., Any], code: str, name: str) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            recorder.note_host_call(code, name)
+            if not any(isinstance(value, torch.Tensor) for value in args):  # printing one is a host read
+                recorder.note_host_call(code, name)
             return function(*args, **kwargs)
 
         return call
@@ -103,6 +105,7 @@ def _host_calls(recorder: Recorder) -> Iterator[Replacement]:
         (random, _RANDOM, "host-random"),
         (np.random, _NUMPY_RANDOM, "host-random"),
         (time, _CLOCK, "host-clock"),
+        (builtins, ("print",), "side-effect"),
     ):
         for name in names:
             yield module, name, noted(getattr(module, name), code, f"{module.__name__}.{name}()")

@@ -144,6 +144,12 @@ class ReadsClock(Base):
         return super().training_step(batch, batch_idx)
 
 
+class Prints(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        print("step", end="\r")  # fault
+        return super().training_step(batch, batch_idx)
+
+
 class CountsInPython(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -330,7 +336,8 @@ CASES = [
     _fault(DrawsNumpy, "host-random"),
     _fault(DrawsTorchOnCpu, "host-random", notes=frozenset({"cpu-scalar"}), device_only=True),
     _fault(DrawsThroughAlias, "baked-value"),
-    _fault(ReadsClock, "host-clock", verdict="capturable"),
+    _fault(ReadsClock, "host-clock"),
+    _fault(Prints, "side-effect"),
     _fault(CountsInPython, "python-state"),
     _fault(CountsInObject, "python-state"),
     _fault(CountsInSubmodule, "python-state"),
