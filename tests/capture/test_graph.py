@@ -1,5 +1,7 @@
 """Steps captured in device graphs, on a stand-in for the device's graph: the same code, real numbers."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -117,12 +119,10 @@ def test_what_a_callback_keeps_is_not_overwritten_by_the_next_replay(tmp_path):
 class ReadsInSomeSteps(Classifier):
     steps = (53,)
     """Counted from 1; the 53rd step is the one that is captured, and no watched step reads."""
-    count = 0
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        type(self).count += 1
-        if type(self).count in self.steps:
+        if next(self.count) in self.steps:
             loss.item()
         return loss
 
@@ -130,7 +130,7 @@ class ReadsInSomeSteps(Classifier):
 @pytest.fixture
 def reading():
     class Net(ReadsInSomeSteps):
-        pass
+        count = itertools.count(1)  # which nothing can look at
 
     return Net
 
@@ -154,12 +154,11 @@ def test_a_step_that_a_graph_refuses_twice_stays_eager_and_is_named(tmp_path, re
 @pytest.fixture
 def noise(monkeypatch):
     """An operation whose last bits differ at every call, as those of atomic additions on a device do."""
-    calls, replay = [], HostGraph.replay
+    calls, replay = itertools.count(1), HostGraph.replay
 
     @torch.library.custom_op("zdtrain_tests::atomic_add", mutates_args=())
     def atomic_add(x: torch.Tensor) -> torch.Tensor:
-        calls.append(None)
-        return x * (1 + atomic_add.error * (len(calls) % 3))
+        return x * (1 + atomic_add.error * (next(calls) % 3))
 
     def replaying(graph):
         atomic_add.error = atomic_add.error_in_graphs

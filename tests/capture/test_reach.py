@@ -132,7 +132,7 @@ def test_a_value_past_the_module_is_part_of_the_key(tmp_path, module):
         return module()
 
     run = both(tmp_path, make)
-    assert codes(run) == {"optimizer-outside"}
+    assert not codes(run)
     assert run.report.steps_replayed > 15
 
 
