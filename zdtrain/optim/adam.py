@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zdtrain.device import is_capturing
 from zdtrain.errors import ConfigError
 from zdtrain.optim.buckets import Bucket, Selection
 from zdtrain.optim.clipping import clip_divisor, total_norm
@@ -392,6 +393,4 @@ def _has_fused_kernel(params: list[Tensor]) -> bool:
 
 
 def _is_recording() -> bool:
-    if torch.accelerator.is_available() and torch.accelerator.current_stream().is_capturing():
-        return True
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return is_capturing() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
