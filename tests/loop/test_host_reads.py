@@ -13,6 +13,7 @@ import zdtrain
 
 READS = {
     "aten::_local_scalar_dense",  # item, bool, float, int, format
+    "aten::item",  # what inference mode leaves of the above
     "aten::is_nonzero",
     "aten::equal",
     "aten::nonzero",
@@ -98,3 +99,39 @@ def test_the_records_of_every_step_cost_no_read(tmp_path, capsys):
         reads_of(zdtrain.Trainer, steps, tmp_path / str(steps), records=tmp_path / "runs") for steps in (100, 200)
     ]
     assert counts[0] == counts[1]
+
+
+class Validated(Net):
+    def validation_step(self, batch, batch_idx):
+        y = self.net(batch[0])
+        self.log("val_loss", y.square().mean(), prog_bar=True, on_step=True, on_epoch=True)
+        self.log("val_largest", y.max(), reduce_fx="max", on_step=True, on_epoch=True)
+        self.log("val_sum", y.sum(), prog_bar=True, reduce_fx="sum")
+
+    test_step = validation_step
+
+
+def reads_of_evaluation(trainer_class, entry, size, folder):
+    loader = DataLoader(TensorDataset(torch.randn(size, 4)), batch_size=1)
+    trainer = trainer_class(
+        accelerator="cpu",
+        max_epochs=1,
+        num_sanity_val_steps=2,
+        enable_model_summary=False,
+        logger=CSVLogger(folder),
+        callbacks=[RichProgressBar(), EarlyStopping("val_loss"), ModelCheckpoint(monitor="val_loss", dirpath=folder)],
+    )
+    with HostReads() as reads:
+        if entry == "fit":
+            trainer.fit(Validated(), DataLoader(TensorDataset(torch.randn(4, 4))), loader)
+        else:
+            getattr(trainer, entry)(Validated(), loader)
+    return reads.count
+
+
+@pytest.mark.parametrize("entry", ["fit", "validate", "test"])
+def test_an_evaluation_reads_as_often_for_400_batches_as_for_200(tmp_path, capsys, entry):
+    counts = [reads_of_evaluation(zdtrain.Trainer, entry, size, tmp_path / str(size)) for size in (200, 400)]
+    assert counts[0] == counts[1] < 100
+    short, long = (reads_of_evaluation(pl.Trainer, entry, size, tmp_path / f"stock{size}") for size in (10, 20))
+    assert (long - short) / 10 > 1
