@@ -9,9 +9,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+import zdtrain.step.tape
 from zdtrain.optim import SimpleAdam
+from zdtrain.step.verify import first_mismatch
 
-from .runs import CLASSES, FEATURES, Classifier, assert_same, batches, both, codes, fit
+from .runs import CLASSES, FEATURES, Classifier, assert_equal, assert_same, batches, both, codes, fit
 
 
 def module_with(make_net, *, step=None):
@@ -102,6 +104,8 @@ OPTIMIZERS = {
     "simple-adam-foreach": lambda p: SimpleAdam(p, lr=0.01, implementation="foreach"),
 }
 
+LONG = {"loader": lambda: batches(40), "max_epochs": 5}  # 200 steps
+
 
 def scheduled(make, schedule):
     def configure_optimizers(self):
@@ -113,7 +117,7 @@ def scheduled(make, schedule):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_kind_of_network_trains_to_the_same_bits(tmp_path, name):
-    run = both(tmp_path, MODULES[name])
+    run = both(tmp_path, MODULES[name], **LONG)
     assert run.report.steps_replayed > run.report.steps_eager
     assert all(program.verification == "equal" for program in run.report.programs)
 
@@ -125,10 +129,10 @@ def test_every_optimizer_trains_to_the_same_bits_while_its_lr_changes_every_step
             OPTIMIZERS[name], lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
         )
 
-    run = both(tmp_path, Net)
+    run = both(tmp_path, Net, **LONG)
     (program,) = run.report.programs
     assert program.captures == 1
-    assert program.replays > 30
+    assert program.replays > 180
     assert program.includes_optimizer
     assert codes(run) == set()
 
@@ -143,8 +147,8 @@ def test_accumulation_with_a_partial_last_window_and_clipping(tmp_path, window, 
         def configure_optimizers(self):
             return OPTIMIZERS[optimizer](self.parameters())
 
-    run = both(tmp_path, Net, loader=lambda: batches(10, rest=3), accumulate_grad_batches=window, max_epochs=6, **clip)
-    assert run.report.steps_replayed > 25
+    run = both(tmp_path, Net, loader=lambda: batches(40, rest=3), accumulate_grad_batches=window, max_epochs=5, **clip)
+    assert run.report.steps_replayed > 150
     assert all(program.verification in ("equal", "not yet") for program in run.report.programs)
 
 
@@ -182,7 +186,7 @@ def test_plateau_and_epoch_schedulers(tmp_path):
 
 
 def test_bf16_autocast(tmp_path):
-    run = both(tmp_path, Classifier, precision="bf16-mixed")
+    run = both(tmp_path, Classifier, precision="bf16-mixed", **LONG)
     assert run.report.steps_replayed > run.report.steps_eager
 
 
@@ -226,10 +230,11 @@ def test_validation_in_the_middle_of_an_epoch_needs_no_new_program(tmp_path):
     assert run.report.steps_replayed > 25
 
 
-def test_resuming_in_the_middle_of_an_epoch(tmp_path):
+@pytest.mark.parametrize("name", ["adam-fused", "adam", "momentum", "simple-adam"])
+def test_resuming_in_the_middle_of_an_epoch(tmp_path, name):
     class Net(Classifier):
         def configure_optimizers(self):
-            return OPTIMIZERS["adam-fused"](self.parameters())
+            return OPTIMIZERS[name](self.parameters())
 
     def saver():
         return [ModelCheckpoint(tmp_path / "saved", every_n_train_steps=19, save_top_k=-1, filename="{step}")]
@@ -242,9 +247,9 @@ def test_resuming_in_the_middle_of_an_epoch(tmp_path):
         path.rename(tmp_path / f"{capture}.ckpt")
         for file in (tmp_path / "saved").iterdir():
             file.unlink()
-    groups = [saved["optimizer_states"][0]["param_groups"] for saved in first.values()]
-    assert groups[0] == groups[1]
-    assert type(groups[1][0]["lr"]) is float
+    assert_equal(*(saved["optimizer_states"] for saved in first.values()), "optimizer states")
+    kinds = [type(saved["optimizer_states"][0]["param_groups"][0]["lr"]) for saved in first.values()]
+    assert kinds[0] is kinds[1]
     resumed = [
         fit(tmp_path, Net, capture, ckpt_path=tmp_path / f"{other}.ckpt")
         for capture, other in (("off", "off"), ("graph", "off"), ("graph", "graph"))
@@ -317,25 +322,75 @@ def test_capture_is_off_on_a_cpu_unless_asked_for(tmp_path):
     assert isinstance(run.module, pl.LightningModule)
 
 
-def test_nothing_is_captured_twice_while_every_scalar_changes_every_step(tmp_path):
-    class Change(Callback):
-        def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            optimizer = trainer.optimizers[0]
-            for name in ("lr", "weight_decay"):
-                optimizer.param_groups[0][name] = 0.01 / (1 + trainer.global_step)
+class ChangesEveryScalar(Callback):
+    """Sets the learning rate, weight decay, loss weight and, with SimpleAdam, the threshold before each step."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        optimizer = trainer.optimizers[0]
+        for name in ("lr", "weight_decay"):
+            optimizer.param_groups[0][name] = 0.01 / (1 + trainer.global_step)
+        if "betas" in optimizer.param_groups[0] and not isinstance(optimizer, SimpleAdam):
+            optimizer.param_groups[0]["betas"] = (0.9 - 0.001 * batch_idx, 0.999 - 0.001 * batch_idx)
+        if isinstance(optimizer, SimpleAdam):
             optimizer.max_norm = 1 + 0.1 * batch_idx
-            trainer.scalars.weight = 1 + 0.01 * batch_idx
+        trainer.scalars.weight = 1 + 0.01 * batch_idx
 
-    class Net(Classifier):
-        def training_step(self, batch, batch_idx):
-            loss = self.loss(batch) * self.trainer.scalars.weight
-            self.log("loss", loss)
-            return loss
 
+class Weighted(Classifier):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch) * self.trainer.scalars.weight
+        self.log("loss", loss)
+        return loss
+
+
+CHANGING = {
+    "simple-adam": lambda p: SimpleAdam(p, lr=0.01, weight_decay=torch.tensor(0.1), max_norm=1.0),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("capture", ["graph", "compile"])
+@pytest.mark.parametrize("name", CHANGING)
+def test_nothing_is_captured_or_compiled_twice_while_every_scalar_changes_every_step(
+    tmp_path, monkeypatch, name, capture
+):
+    lowered = []
+
+    def lower(graph, arguments):
+        lowered.append(graph)
+        return graph.forward  # what is compiled is the affair of `test_compiled.py`
+
+    monkeypatch.setattr(zdtrain.step.tape, "lower", lower)
+
+    class Net(Weighted):
         def configure_optimizers(self):
-            return SimpleAdam(self.parameters(), lr=0.01, weight_decay=torch.tensor(0.1), max_norm=1.0)
+            return CHANGING[name](self.parameters())
 
-    run = both(tmp_path, Net, callbacks=lambda: [Change()], scalars={"weight": 1.0})
+    options = {"callbacks": lambda: [ChangesEveryScalar()], "scalars": {"weight": 1.0}}
+    eager, run = (fit(tmp_path, Net, choice, **options) for choice in ("off", capture))
+    if capture == "graph":
+        assert_same(eager, run)
+    else:
+        assert first_mismatch(eager.weights, run.weights, exact=False) is None
     assert [program.captures for program in run.report.programs] == [1]
+    assert len(lowered) == (capture == "compile")
     assert run.report.steps_replayed > 35
+    assert codes(run) == set()
+
+
+def test_groups_with_options_of_their_own_and_one_that_is_added_in_mid_run(tmp_path):
+    class Net(Classifier):
+        def configure_optimizers(self):
+            groups = [{"params": [self.net[0].weight], "weight_decay": 0.1}, {"params": [self.net[0].bias], "lr": 0.02}]
+            return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
+
+        def on_train_epoch_start(self):
+            if self.current_epoch == 2:
+                self.optimizers().add_param_group({"params": self.net[3].parameters(), "lr": 0.03, "amsgrad": True})
+
+    run = both(tmp_path, Net)
+    assert [program.captures for program in run.report.programs] == [1, 1]
     assert codes(run) == set()
