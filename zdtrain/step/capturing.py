@@ -1,106 +1,32 @@
 """The life of a step's programs: warm up on real batches, watch, record, verify, replay."""
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zdtrain.errors import FallbackReason
-from zdtrain.step.carried import Carried
-from zdtrain.step.fingerprints import Fingerprints
 from zdtrain.step.graph import LoweredGraphProgram, capture_graph
-from zdtrain.step.host import HostLooks, change_reasons
+from zdtrain.step.host import change_reasons
 from zdtrain.step.key import describe, flatten_batch, signature, unflatten_batch
-from zdtrain.step.noted import NotedIndex, NotedLog
-from zdtrain.step.observe import Observation, obstacles
 from zdtrain.step.program import Part, Program
 from zdtrain.step.recording import Recorder, Recording
-from zdtrain.step.results import StepResults
 from zdtrain.step.rollback import HostState
-from zdtrain.step.session import MAX_FAILURES, MAX_MISFITS, WATCHED_STEPS, CaptureSession, Entry
-from zdtrain.step.surroundings import Surroundings
+from zdtrain.step.session import MAX_FAILURES, MAX_MISFITS, WATCHED_STEPS, Entry
 from zdtrain.step.tape import LoweredTape, Tape, record
 from zdtrain.step.verify import Mismatch, Saved, first_mismatch, rng_mismatch
-from zdtrain.step.watch import reason_at, storage_of
-
-Region = Callable[[], Any]
+from zdtrain.step.watching import Region, Watching
 
 
-class Capturing(ABC):
+class Capturing(Watching):
     """Records a region of a step once per key and replays it; knows no optimizers.
 
-    A subclass runs the step: it sets the attributes below, finds the entry with `_look_up` and sends the region through
-    `_through`, which leaves what the step made in `_loss` and `_output`.
+    A subclass runs the step: it sets the attributes of `Watching`, finds the entry with `_look_up` and sends the region
+    through `_through`, which leaves what the step made in `_loss` and `_output`.
     """
-
-    _trainer: Trainer
-    _module: LightningModule
-    _attributes: dict[str, Any]
-    """The module's ``__dict__``."""
-    _session: CaptureSession
-    """Programs and counts."""
-    _connector: Any
-    """Lightning's logger connector."""
-    _results: StepResults
-    """Where the step logs."""
-    _surroundings: Surroundings
-    """What it works on."""
-    _fingerprints: Fingerprints
-    """What programs hold by value of the module."""
-    _users_between: bool
-    """Whether code of the user runs between two steps."""
-    _inside: Sequence[Part]
-    """What has to be arranged for recording and replaying."""
-    _log: Any
-    """What `self.log` is during the step; None for Lightning's own."""
-    _batch: Any
-    _batch_idx: int
-    _loss: Tensor | None
-    """Detached; None for a step that has none."""
-    _output: Any
-    """What else the step returned."""
-    _entry: Entry | None = None
-    """What is known of steps like this one; None where they run eagerly whatever they are."""
-    _key: tuple[Hashable, ...] = ()
-    _tensor_leaves: Sequence[Tensor] = ()
-    """The batch's tensors."""
-
-    @property
-    @abstractmethod
-    def _is_first(self) -> bool:
-        """Whether this is a step in which Lightning declares or resets what is logged: an epoch's first."""
-
-    @property
-    @abstractmethod
-    def _round(self) -> int:
-        """What a program is compared with an eager step once in: the epoch."""
-
-    @abstractmethod
-    def _looks(self) -> HostLooks:
-        """Return what a replay would not change."""
-
-    def _reasons_against(self, seen: Observation) -> Iterator[FallbackReason]:
-        """Yield what speaks against recording a step that was watched, besides what the watch itself found."""
-        around = self._surroundings
-        known = {storage_of(t) for t in around.tensors(self._tensor_leaves).values() if t is not None}
-        known |= seen.known_storages()
-        for storage, operation in seen.watch.written.items():
-            if storage not in known:
-                what = (
-                    f"{operation.name} writes to a tensor that is neither buffer nor attribute of a module, so that no "
-                    "comparison can take it back: make it a buffer"
-                )
-                yield reason_at(operation.place, "outside-write", what)
-        for slot in around.slots():
-            if isinstance(slot.weight, Tensor):
-                what = f"self.log({slot.meta.name!r}, ..., batch_size=...) gets a tensor; give a number"
-                yield FallbackReason(code="logged-batch-size", message=what)
 
     def _n_unread(self) -> int:
         """Return how many of the gradients, from the first on, the step drops without reading them."""
@@ -160,101 +86,6 @@ class Capturing(ABC):
             self._verify(entry, entry.recording, region)
         else:
             self._replay(entry, entry.recording)
-
-    def _eagerly(self, region: Region) -> None:
-        self._session.steps_eager += 1
-        region()
-
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Let the watch, if there is one, know what the body logs and whether it uses the batch's index."""
-        watch = self._session.watch
-        if watch is None:
-            yield
-            return
-        log = self._log
-        self._log = self._attributes["log"] = NotedLog(log, watch)
-        try:
-            with self._noted_index():
-                yield
-        finally:
-            self._log = log
-
-    @contextmanager
-    def _noted_index(self) -> Iterator[None]:
-        """Let the watch, if there is one, know whether the body uses the batch's index."""
-        watch, index = self._session.watch, self._batch_idx
-        if watch is not None:
-            self._batch_idx = NotedIndex(index, watch)
-        try:
-            yield
-        finally:
-            self._batch_idx = index
-
-    def _watch(self, entry: Entry, region: Region) -> None:
-        """Run the region eagerly and look at what it does; decide once there is something to compare."""
-        session, around = self._session, self._surroundings
-        earlier = entry.observations[0] if entry.observations else None
-        known = len(session.reach)
-        self._results.commit()
-        seen = Observation(
-            self._module,
-            Capturing._through.__code__,
-            [tensor for tensor in self._inputs(entry) if tensor is not None],
-            looks=self._looks(),
-            reach=session.reach,
-            find_lines=earlier is not None and bool(earlier.changes),
-        )
-        counts = around.metric_counts()
-        # Of tensors of the batch that the step itself makes require a gradient, nobody looks at that gradient later.
-        leaves = [] if self._users_between else [leaf for leaf in self._tensor_leaves if not leaf.requires_grad]
-        session.watch = seen.watch
-        try:
-            with self._recordable():
-                seen.run(lambda: self._eagerly(region), lambda: [*self._handed_over(), *(leaf.grad for leaf in leaves)])
-        finally:
-            session.watch = None
-        session.host_reads += seen.watch.host_reads
-        session.epoch_in_key = session.epoch_in_key or seen.watch.epoch_read
-        seen.reasons += [part.refusal for part in self._inside if part.refusal is not None]
-        seen.reasons += self._reasons_against(seen)
-        for metric, count in counts:
-            if metric.is_tensor and metric._update_count != count:
-                what = f"self.log({metric.meta.name!r}, ..., enable_graph=True) keeps the graph of every step"
-                seen.reasons.append(FallbackReason(code="logged-graph", message=what))
-        entry.observations.append(seen)
-        if earlier is not None:
-            session.refuse(entry, list(obstacles(earlier, seen)))
-            entry.carried, entry.updates = Carried(self._module, seen.carried), seen.updates
-            earlier.release()
-            seen.release()
-        elif not seen.changes:  # otherwise the lines are to be found first
-            session.refuse(entry, list(dict.fromkeys(seen.reasons)))
-        if not seen.attributes <= session.attributes or len(session.reach) > known:
-            session.attributes |= seen.attributes
-            self._fingerprints.look_again()
-            session.move(self._key, (self._fingerprints.current(), *self._key[1:]))
-
-    @contextmanager
-    def _recordable(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for part in self._inside:
-                stack.enter_context(part.recording())
-            yield
-
-    def _handed_over(self) -> list[Any]:
-        """Return the tensors that belong to somebody after the step."""
-        return [
-            self._loss,
-            *(leaf for leaf in pytree.tree_leaves(self._output) if isinstance(leaf, Tensor)),
-            *(p.grad for p in self._surroundings.parameters),
-            *(value for m in self._results.values() for value in (m._computed, m._forward_cache)),
-        ]
-
-    def _inputs(self, entry: Entry) -> list[Tensor | None]:
-        """Return what a program may read and that is another tensor in every step."""
-        carried = entry.carried.tensors() if entry.carried is not None else []
-        return [*self._tensor_leaves, *(p.grad for p in self._surroundings.parameters), *carried]
 
     def _capture(self, entry: Entry, region: Region, covers: Sequence[Part]) -> None:
         """Record the region while it runs; where that fails, take it back and run it as it is.
