@@ -8,15 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zdtrain.records.recorder import RunRecorder as RunRecorder
     from zdtrain.scalars import DeviceScalars as DeviceScalars
     from zdtrain.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
-_LAZY = {"Trainer": "zdtrain.trainer"}
+_LAZY = {"DeviceScalars": "zdtrain.scalars", "Trainer": "zdtrain.trainer"}
 
-__all__ = ["Trainer", "__version__"]
+__all__ = ["DeviceScalars", "Trainer", "__version__"]
 
 
 def __getattr__(name: str) -> object:

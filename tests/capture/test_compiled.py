@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import zdtrain.step.tape
 from zdtrain.optim import SimpleAdam
 from zdtrain.step.tape import LoweredTape, record
 from zdtrain.step.verify import first_mismatch
@@ -72,3 +73,18 @@ def test_a_lowered_tape_writes_in_place_to_views_of_one_buffer():
     scale.fill_(4.0)
     tape.run([])
     assert total.tolist() == [0.0, 24.0, 48.0, 48.0]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_step_that_cannot_be_lowered_runs_eagerly(tmp_path, monkeypatch, verify):
+    def refuse(graph, arguments):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(zdtrain.step.tape, "lower", refuse)
+    eager = fit(tmp_path, Scheduled, "off")
+    lowered = fit(tmp_path, Scheduled, "compile", verify_capture=verify)
+    (reason,) = lowered.report.fallbacks
+    assert reason.code == "untraceable"
+    assert "no such kernel" in reason.message
+    assert first_mismatch(eager.weights, lowered.weights, exact=False) is None
+    assert lowered.report.steps_replayed == 1  # that which was recorded while it ran

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from zdtrain import DeviceScalars
 from zdtrain.errors import ConfigError
 from zdtrain.optim import SimpleAdam
-from zdtrain.scalars import DeviceScalars
 
 
 @pytest.fixture

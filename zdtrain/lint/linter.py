@@ -23,7 +23,7 @@ from zdtrain.lint.source import Source
 
 NOT_LINTED = "ZD000"
 _FILES_PER_TASK = 16
-_POOL_FROM_FILES = 400
+_POOL_FROM_FILES = 100
 _ROUNDS = 5
 
 

@@ -84,6 +84,8 @@ class Capturing(Watching):
             self._misfit(entry, region)
         elif session.verify and entry.verified_in != self._round:
             self._verify(entry, entry.recording, region)
+        elif entry.replays == 0:
+            self._try(entry, entry.recording, region)
         else:
             self._replay(entry, entry.recording)
 
@@ -167,6 +169,18 @@ class Capturing(Watching):
         entry.misfits = 0
         entry.replays += 1
         self._session.steps_replayed += 1
+
+    def _try(self, entry: Entry, recording: Recording, region: Region) -> None:
+        """Run a program for the first time, which may lower it; what cannot be lowered runs eagerly."""
+        around = self._surroundings
+        saved, host = Saved(around.tensors(self._tensor_leaves), self._session.runtime), HostState(around)
+        try:
+            self._replay(entry, recording)
+        except Exception as error:  # whatever a compiler cannot do; an error of the step itself comes again below
+            host.restore()
+            saved.restore()
+            self._eagerly(region)
+            self._session.refuse(entry, [failure("running the program failed", error)])
 
     def _misfit(self, entry: Entry, region: Region) -> None:
         """Run a step eagerly whose program can't take what is there now; record again if that goes on."""
