@@ -5,6 +5,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
@@ -82,9 +83,15 @@ def reads_of(trainer_class, steps, folder, **options):
     return reads.count
 
 
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}], ids=str)
-def test_a_fit_reads_as_often_for_400_steps_as_for_200(tmp_path, capsys, options):
-    counts = [reads_of(zdtrain.Trainer, steps, tmp_path / str(steps), **options) for steps in (200, 400)]
+def test_a_fit_reads_as_often_for_400_steps_as_for_200(tmp_path, capsys, options, precision):
+    def half():  # what 16-mixed is on a GPU
+        return [MixedPrecision(precision, "cpu")] if precision == "16-mixed" else []
+
+    counts = [
+        reads_of(zdtrain.Trainer, steps, tmp_path / str(steps), plugins=half(), **options) for steps in (200, 400)
+    ]
     assert counts[0] == counts[1]
     assert 0 < counts[0] < 200  # what is read at the end of the epoch
 

@@ -7,7 +7,6 @@ from types import MappingProxyType
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback, GradientAccumulationScheduler
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from tests.parity.harness import Net, assert_parity
@@ -60,15 +59,6 @@ def test_clipping(tmp_path, algorithm, limit):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true", "32-true"])
 def test_precision(tmp_path, precision):
     assert_parity(tmp_path, Net, precision=precision, spy=True, gradient_clip_val=0.5)
-
-
-def test_loss_scaling_runs_on_lightnings_own_loop(tmp_path):
-    def half(trainer, module):
-        scaler = torch.amp.GradScaler("cpu", growth_interval=3)
-        trainer.strategy.precision_plugin = MixedPrecision("16-mixed", "cpu", scaler)
-        return trainer.fit(module)
-
-    assert_parity(tmp_path, Net, do=half, fallbacks=("loss-scaler",))
 
 
 OPTIMIZERS = {

@@ -15,6 +15,7 @@ from zdtrain.loop.plan import StepPlan, reasons_for_stock
 from zdtrain.monitor.guard import StepGuard
 from zdtrain.step.optimization import WindowedOptimization
 from zdtrain.step.results import StepResults
+from zdtrain.step.scaling import LossScaling, scaling_of
 from zdtrain.step.session import CaptureSession
 
 
@@ -37,6 +38,7 @@ class EpochLoop(_TrainingEpochLoop):
         self.plan: StepPlan | None = None
         self.captures: CaptureSession | None = None  # the Trainer's, while it captures steps
         self.monitoring: Monitoring | None = None  # the Trainer's, while it watches steps
+        self.scaling: LossScaling | None = None  # what steps do for a loss scaler, while there is one
         self.fallbacks: list[FallbackReason] = []
 
     @property
@@ -57,6 +59,7 @@ class EpochLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         """Prepare the epoch, and resolve once what its steps need."""
         super().on_run_start(data_fetcher)
+        self.scaling = scaling_of(self.trainer, self.scaling)
         reasons = list(reasons_for_stock(self.trainer, data_fetcher))
         self.plan = None if reasons else StepPlan(self.trainer, data_fetcher, self._say)
         for reason in reasons:

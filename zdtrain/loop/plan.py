@@ -18,6 +18,7 @@ from zdtrain.step.evaluation import CapturedEvaluation, EvaluationStep
 from zdtrain.step.hooks import Hooks, overrides
 from zdtrain.step.manual import CapturedManualStep
 from zdtrain.step.optimization import WindowedOptimization
+from zdtrain.step.scaling import scaler_reason
 
 # Methods that the short path does not call: whoever replaces one of them gets stock Lightning's loop.
 _EVALUATION = ("validation_step", "test_step", "batch_to_device")
@@ -121,13 +122,10 @@ def reasons_for_stock(trainer: Trainer, fetcher: _DataFetcher) -> Iterator[Fallb
         yield FallbackReason(
             code="manual-optimization", message="the module optimizes by hand (automatic_optimization=False)"
         )
-    scales = isinstance(precision, MixedPrecision) and precision.scaler is not None
+    if reason := scaler_reason(precision, strategy.root_device):
+        yield reason
     base = MixedPrecision if isinstance(precision, MixedPrecision) else Precision
-    if scales:
-        yield FallbackReason(
-            code="loss-scaler", message="16-mixed precision scales the loss and may skip steps on the host"
-        )
-    elif replaced := replaced_method(precision, base, _PRECISION):
+    if replaced := replaced_method(precision, base, _PRECISION):
         yield FallbackReason(code="precision", message=f"{type(precision).__name__}.{replaced} is its own")
     if replaced := replaced_method(module, LightningModule, _MODULE):
         yield FallbackReason(

@@ -224,12 +224,9 @@ class KeepAndPutBack:
         )
         if self._group_numbers() != self._numbers:
             raise ConfigError(f"trainer.monitors: {name} counts in its parameter groups on the host, so {remedy}")
-        for parameter, state in self._optimizer.state.items():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.device != parameter.device:
-                    raise ConfigError(f"trainer.monitors: {name} keeps {key!r} on {value.device}, so {remedy}")
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    raise ConfigError(f"trainer.monitors: {name} keeps {key!r} as a Python number, so {remedy}")
+        kept = host_state(self._optimizer)
+        if kept is not None:
+            raise ConfigError(f"trainer.monitors: {kept}, so {remedy}")
 
     def release(self) -> None:
         """Do nothing."""
@@ -237,6 +234,18 @@ class KeepAndPutBack:
     def tensors(self) -> dict[str, Tensor]:
         """Return the copies."""
         return self._copies.tensors()
+
+
+def host_state(optimizer: Optimizer) -> str | None:
+    """Return what of the optimizer's state is not in tensors on its parameters' device, in words; None if all is."""
+    name = type(optimizer).__name__
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.device != parameter.device:
+                return f"{name} keeps {key!r} on {value.device}"
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return f"{name} keeps {key!r} as a Python number"
+    return None
 
 
 def mask_for(optimizer: Optimizer, flag: Tensor) -> Mask:

@@ -11,11 +11,14 @@ from zdtrain.errors import FallbackReason
 from zdtrain.step.capturing import Capturing
 from zdtrain.step.eager import EagerStep
 from zdtrain.step.fingerprints import Fingerprints
+from zdtrain.step.handed import InsideByRule, steps_outside
 from zdtrain.step.hooks import Hooks
 from zdtrain.step.host import HostLooks, looks_of
 from zdtrain.step.observe import Observation
 from zdtrain.step.obstacles import HOOKS_INSIDE, changes_between_steps, hooks_inside, module_obstacles
+from zdtrain.step.program import Part
 from zdtrain.step.recording import Recording
+from zdtrain.step.scaled import takes_scale
 from zdtrain.step.session import CaptureSession, Entry
 from zdtrain.step.surroundings import TrainingSurroundings
 
@@ -51,8 +54,19 @@ class CapturedStep(Capturing, EagerStep):
     def _use(self, optimizer: torch.optim.Optimizer) -> None:
         super()._use(optimizer)
         self._surround([optimizer])
-        found = self._session.inside(optimizer)
+        found = self._part_of(optimizer)
         self._inside = [] if found is None else [found]
+
+    def _part_of(self, optimizer: torch.optim.Optimizer) -> Part | None:
+        """Return how `optimizer` is part of programs; None, with a reason noted, where it steps behind them."""
+        found = self._session.inside(optimizer)
+        loop = self._trainer.fit_loop.epoch_loop
+        held = loop.scaling is not None or (loop.guard is not None and loop.guard.holds)
+        if held and isinstance(found, InsideByRule) and takes_scale(optimizer):
+            what = f"the fused kernel of {type(optimizer).__name__} holds updates back, which can't be lowered"
+            self._session.note(steps_outside(what))
+            return None
+        return found
 
     def _surround(self, optimizers: list[torch.optim.Optimizer], updates_by_hand: Any = None) -> None:
         own = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -68,6 +82,7 @@ class CapturedStep(Capturing, EagerStep):
             optimizers=optimizers,
             zero_grad=zero_grad,
             guard=self._trainer.fit_loop.epoch_loop.guard,
+            scaling=self._trainer.fit_loop.epoch_loop.scaling,
         )
 
     def run(self, batch: Any, batch_idx: int, accumulate: bool) -> dict[str, Any]:
@@ -88,7 +103,7 @@ class CapturedStep(Capturing, EagerStep):
             reasons = (*reasons, *hooks_inside(self._module, callbacks, self._hooks))
         for reason in reasons:
             self._session.note(reason)
-        if reasons:
+        if reasons or not self._knows_updates():
             return None
         window = self._trainer.accumulate_grad_batches
         first, divisor = batch_idx % window == 0, self._optimization.divisor(batch_idx)
@@ -101,9 +116,23 @@ class CapturedStep(Capturing, EagerStep):
             tuple([id(optimizer) for optimizer in self._surroundings.optimizers]),
             tuple([p.grad is None for p in parameters]) if window > 1 or self._zeroes_its_own_way else None,
             None if accumulate else tuple([part.key() for part in self._inside]),
+            None if self._scaling is None else self._scaling.key(),
             self._trainer.gradient_clip_val,
             self._trainer.gradient_clip_algorithm,
         )
+
+    def _knows_updates(self) -> bool:
+        """Return whether it is settled how a loss scaler holds updates back; programs leave out what waits for it."""
+        if self._scaling is None:
+            return True
+        for optimizer in self._surroundings.optimizers:
+            update = self._scaling.update_of(optimizer)
+            if not update.is_known:
+                return False
+            if update.reads is not None:
+                self._inside = []
+                self._session.note(FallbackReason(code="scaler-on-host", message=update.reads))
+        return True
 
     # The region is the closure, or everything around it.
 
@@ -122,8 +151,18 @@ class CapturedStep(Capturing, EagerStep):
         if not torch.is_grad_enabled():
             with torch.enable_grad():
                 return self._closure()
-        self._through(super()._closure)
+        if self._scaling is None:
+            self._through(super()._closure)
+        else:
+            self._through(self._unscaled_closure)
+            self._scaling.unscaled = True
         return self._loss
+
+    def _unscaled_closure(self) -> None:
+        """Do what a kernel would that is no part of the program: its host state could not be replayed."""
+        super()._closure()
+        if self._scaling is not None and self._loss is not None:
+            self._scaling.unscale(self._optimizer)
 
     def _training_step(self) -> Any:
         with self._noted():

@@ -1,7 +1,7 @@
 """One training step, run eagerly: Lightning's semantics and hook order without its layers."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from zdtrain.step.hooks import Hooks, overrides
 from zdtrain.step.log import StepLog, can_replace_log
 from zdtrain.step.optimization import WindowedOptimization, require_one_element
+from zdtrain.step.scaling import LossScaling
 
 
 class EagerStep:
@@ -48,6 +49,7 @@ class EagerStep:
         )
         self._clips_its_own_way = overrides(module, "configure_gradient_clipping", LightningModule)
         self._guard = epoch_loop.guard
+        self._scaling = epoch_loop.scaling
         self._whole_loss: Tensor | None = None  # before the division by the window, for the guard
         self._ran = False
         self._batch: Any = None
@@ -67,6 +69,8 @@ class EagerStep:
             self._use(self._strategy._optimizers[0])
         if self._guard is not None:
             self._guard.prepare(self._optimizer)
+        if self._scaling is not None:
+            self._scaling.prepare()
         self._run(accumulate)
         if not self._ran:
             raise MisconfigurationException(
@@ -111,32 +115,54 @@ class EagerStep:
         # evaluate more than once and schedulers that count its calls all see what they would see there.
         if self._guard is not None:
             self._guard.begin_update()
-        step = unobserved_step(self._optimizer)
-        if step is None:
-            self._optimizer.step(closure=self._closure)  # type: ignore[arg-type]
+        if self._scaling is not None:
+            self._step_scaled(self._scaling)
         else:
-            step(self._optimizer, closure=self._closure)
+            self._call_optimizer(closure=self._closure)
         if self._guard is not None:
             self._guard.after_update()
+
+    def _step_scaled(self, scaling: LossScaling) -> None:
+        scaling.update_of(self._optimizer)  # refuses what can't be scaled
+        self._closure()  # not by the optimizer, which is not called at all in some steps
+        if self._loss is not None:
+            stopped = self._guard.stopped if self._guard is not None and self._guard.holds else None
+            scaling.step(self._optimizer, self._call_optimizer, stopped)
+
+    def _call_optimizer(self, **closure: Any) -> None:
+        step = unobserved_step(self._optimizer)
+        if step is None:
+            self._optimizer.step(**closure)
+        else:
+            step(self._optimizer, **closure)
 
     def _closure(self) -> Tensor | None:
         if not torch.is_grad_enabled():  # some optimizers step under no_grad
             with torch.enable_grad():
                 return self._closure()
         self._forward_backward()
+        scaling = None if self._loss is None else self._scaling
         self._optimization.correct_gradients(self._optimizer, self._batch_idx)
+        if scaling is not None:
+            scaling.after_backward(self._optimizer)
         self._hooks("on_before_optimizer_step", self._optimizer)
         if self._guard is not None:
+            if scaling is not None:
+                scaling.unscale(self._optimizer)
             self._guard.judge(self._taken_loss(), accumulates=self._trainer.accumulate_grad_batches > 1)
         if self._clips_its_own_way or self._trainer.gradient_clip_val:
-            self._hooks.run_as(
-                "configure_gradient_clipping",
-                self._module.configure_gradient_clipping,
-                self._optimizer,
-                gradient_clip_val=self._trainer.gradient_clip_val,
-                gradient_clip_algorithm=self._trainer.gradient_clip_algorithm,
-            )
+            with nullcontext() if scaling is None else scaling.clipping(self._optimizer):
+                self._clip()
         return self._loss
+
+    def _clip(self) -> None:
+        self._hooks.run_as(
+            "configure_gradient_clipping",
+            self._module.configure_gradient_clipping,
+            self._optimizer,
+            gradient_clip_val=self._trainer.gradient_clip_val,
+            gradient_clip_algorithm=self._trainer.gradient_clip_algorithm,
+        )
 
     def _forward_backward(self) -> None:
         self._ran = True
@@ -153,6 +179,8 @@ class EagerStep:
             return
         # a copy: what `on_train_batch_end` keeps must not change with the loss
         self._loss = loss.detach() if "on_train_batch_end" in self._hooks.nobody else loss.detach().clone()
+        if self._scaling is not None:
+            loss = self._scaling.scaled(loss)
         self._hooks("on_before_backward", loss)
         self._hooks.run_as("backward", self._module.backward, loss)
         self._hooks("on_after_backward")

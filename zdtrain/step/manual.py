@@ -1,6 +1,7 @@
 """A training step that optimizes by hand, captured as one program."""
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -35,7 +36,7 @@ class CapturedManualStep(CapturedStep):
         self._optimizer, self._zeroes_its_own_way = optimizer, True
         optimizers = list(self._strategy._optimizers)
         self._surround(optimizers, self._manual.optim_step_progress)
-        found = [self._session.inside(one) for one in optimizers]
+        found = [self._part_of(one) for one in optimizers]
         self._inside = [part for part in found if part is not None]
         self._outside = tuple(
             FallbackReason(
@@ -44,6 +45,10 @@ class CapturedManualStep(CapturedStep):
             for one, part in zip(optimizers, found, strict=True)
             if part is None
         )
+
+    def _knows_updates(self) -> bool:
+        known = super()._knows_updates()
+        return known and len(self._inside) == len(self._surroundings.optimizers)
 
     def _run(self, accumulate: bool) -> None:  # noqa: ARG002 - accumulation, too, is the module's own affair
         self._through(self._by_hand, self._inside)
@@ -56,7 +61,8 @@ class CapturedManualStep(CapturedStep):
                 arguments: Any = OrderedDict(batch=self._batch)
                 if self._takes_batch_idx:
                     arguments["batch_idx"] = self._batch_idx
-                self._output = self._manual.run(arguments)
+                with nullcontext() if self._scaling is None else self._scaling.by_hand():
+                    self._output = self._manual.run(arguments)
             finally:
                 self._attributes.pop("log", None)
         self._ran = True

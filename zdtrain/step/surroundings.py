@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from zdtrain.monitor.guard import StepGuard
 from zdtrain.step.carried import held_tensors
 from zdtrain.step.results import MetricSlot, StepResults
+from zdtrain.step.scaling import LossScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,8 @@ class TrainingSurroundings(Surroundings):
     """Lightning's progress counter of zeroed gradients, one of `counters`."""
     guard: StepGuard | None = None
     """What the step does for monitors."""
+    scaling: LossScaling | None = None
+    """What it does for a loss scaler."""
 
     @property
     def n_trained(self) -> int:
@@ -100,4 +103,6 @@ class TrainingSurroundings(Surroundings):
             found.update({f"optimizer {number}'s {name}": value for name, value in vars(optimizer).items()})
         if self.guard is not None:
             found.update(self.guard.tensors())
+        if self.scaling is not None:
+            found.update(self.scaling.tensors())
         return found
