@@ -75,6 +75,14 @@ class Ended(pl.Callback):
         self.batches.append(batch_idx)
 
 
+class OneRowAtATime(pl.Callback):
+    """Sends every row by itself, so that with a device that answers late the host is as late as it may be."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if trainer._monitoring is not None:
+            trainer._monitoring.rows.stream.chunk_rows = 1
+
+
 def loader(batches: int, bad: dict[int, str] | None = None, without: tuple[int, ...] = ()) -> DataLoader[Any]:
     """Batches of fixed data, some spoiled, some left out."""
     generator = torch.Generator().manual_seed(3)

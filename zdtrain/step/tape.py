@@ -60,6 +60,7 @@ class LoweredTape(Tape):
 
     def __init__(self, graph: fx.GraphModule, positions: Sequence[int], written: Collection[int] = ()) -> None:
         super().__init__(graph, positions, written)
+        self.constants = _merge_views(graph, self.constants)
         for node in graph.graph.nodes:
             node.meta.clear()  # the tracer's stand-ins for tensors are of no use to the compiler
         self._replay = self._lower_and_run
@@ -142,5 +143,36 @@ def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
                 constants[id(tensor)] = (tensor, graph.graph.placeholder(f"constant_{len(constants)}"))
         node.replace_all_uses_with(constants[id(tensor)][1])
         graph.graph.erase_node(node)
+    for name in {str(node.target) for node in nodes if node.op == "get_attr"}:
+        delattr(graph, name)  # the compiler would take it for one more input
     graph.recompile()
     return [tensor for tensor, _ in constants.values()]
+
+
+def _merge_views(graph: fx.GraphModule, constants: Sequence[Tensor]) -> list[Tensor]:
+    """Make constants that share memory views of one input; Inductor takes every input for memory of its own."""
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"][-len(constants) :]
+    body = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    sharing: dict[tuple[int, torch.dtype], list[tuple[fx.Node, Tensor]]] = {}
+    for node, tensor in zip(placeholders, constants, strict=True):
+        sharing.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append((node, tensor))
+    bases: list[Tensor] = []
+    merged: set[int] = set()
+    for members in sharing.values():
+        if len(members) < 2:
+            continue
+        storage = members[0][1].untyped_storage()
+        base = members[0][1].detach().new_empty(0)
+        base.set_(storage, 0, (storage.nbytes() // base.element_size(),), (1,))
+        with graph.graph.inserting_before(body):
+            whole = graph.graph.placeholder(f"memory_{len(bases)}")
+        for node, tensor in members:
+            with graph.graph.inserting_before(body):
+                where = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+                view = graph.graph.call_function(torch.ops.aten.as_strided.default, (whole, *where))
+            node.replace_all_uses_with(view)
+            graph.graph.erase_node(node)
+            merged.add(id(tensor))
+        bases.append(base)
+    graph.recompile()
+    return [*(tensor for tensor in constants if id(tensor) not in merged), *bases]

@@ -1,0 +1,29 @@
+"""Monitors inside a lowered step."""
+
+import pytest
+import torch
+from torch import nn
+
+from zdtrain.monitors import NonFinite
+
+from .runs import Net, loader, run
+
+
+class Smooth(Net):
+    """Without batch normalization, whose vanishing gradients make rounding visible."""
+
+    def __init__(self):
+        super().__init__("SGD")
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize(("then", "steps", "skipped"), [("skip", 30, 1), ("stop", 17, 0)])
+def test_a_lowered_step_acts_where_an_eager_one_does(then, steps, skipped):
+    lowered, eager = (
+        run(Smooth(), loader(30, {17: "nan"}), monitors=[NonFinite("loss", then=then)], capture=capture)
+        for capture in ("compile", "off")
+    )
+    assert lowered.capture_report.steps_replayed > 10
+    assert (lowered.global_step, lowered.skipped_steps) == (eager.global_step, eager.skipped_steps) == (steps, skipped)
+    for got, want in zip(lowered.lightning_module.parameters(), eager.lightning_module.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
