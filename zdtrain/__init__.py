@@ -8,14 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zdtrain.marks import only_reads as only_reads
     from zdtrain.scalars import DeviceScalars as DeviceScalars
     from zdtrain.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
-_LAZY = {"DeviceScalars": "zdtrain.scalars", "Trainer": "zdtrain.trainer"}
+_LAZY = {"DeviceScalars": "zdtrain.scalars", "Trainer": "zdtrain.trainer", "only_reads": "zdtrain.marks"}
 
-__all__ = ["DeviceScalars", "Trainer", "__version__"]
+__all__ = ["DeviceScalars", "Trainer", "__version__", "only_reads"]
 
 
 def __getattr__(name: str) -> object:

@@ -27,6 +27,8 @@ class TrainerOptions:
     hardware. The environment variable ZDTRAIN_CAPTURE, where it is set, wins."""
     verify_capture: bool = True
     """Compare every recorded step with an eager one before it is trusted, and again once an epoch."""
+    steps_per_replay: int = 1
+    """Steps that run as one program where steps are captured and nobody looks in between."""
     prefetch: bool = False
     """Copy each batch to the device while the step before it runs, on a stream of its own."""
     monitors: Any = None
@@ -54,10 +56,26 @@ class TrainerOptions:
         lag, decay = self.max_lag_steps, self.ema_decay
         if isinstance(lag, bool) or not isinstance(lag, int) or lag < 1:
             raise ConfigError(f"trainer.max_lag_steps={lag!r}: use a whole number that is at least 1.")
+        several = self.steps_per_replay
+        if isinstance(several, bool) or not isinstance(several, int) or several < 1:
+            raise ConfigError(f"trainer.steps_per_replay={several!r}: use a whole number that is at least 1.")
         if decay is not None and (isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1):
             raise ConfigError(f"trainer.ema_decay={decay!r}: use a number between 0 and 1, e.g. 0.999, or None.")
         if self.ema_validation and decay is None:
             raise ConfigError("trainer.ema_validation=True does nothing without trainer.ema_decay, e.g. 0.999.")
+
+    def check_window(self, window: int) -> None:
+        """Check what depends on the batches of an accumulation window.
+
+        Raises:
+            ConfigError: `steps_per_replay` would cut one in two.
+        """
+        several = self.steps_per_replay
+        if several > 1 and isinstance(window, int) and window > 1 and several % window:
+            raise ConfigError(
+                f"trainer.steps_per_replay={several} counts batches and would cut an accumulation window of "
+                f"{window} in two: use a multiple of accumulate_grad_batches={window}, e.g. {window * 4}."
+            )
 
     def capture_in_effect(self) -> Capture:
         """Return how steps are captured: ``"off"``, ``"graph"`` or ``"compile"``.

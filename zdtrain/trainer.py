@@ -43,6 +43,8 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
             which is ``"off"`` until device graphs have run on hardware. What cannot be recorded runs eagerly and is
             named in `capture_report`. The environment variable ZDTRAIN_CAPTURE wins.
         verify_capture: Compare every recorded step with an eager one before it is trusted, and again once an epoch.
+        steps_per_replay: Steps that run as one program where steps are captured and nobody looks in between. Batches,
+            counters, logged values and outputs stay those of each step. Where that is not possible, one line says why.
         prefetch: Copy each batch to the device while the step before it runs, on a stream of its own. Where that is not
             possible, one line says why.
         monitors: Conditions on the values of a step that act in that very step: `zdtrain.monitors`, and functions from
@@ -71,6 +73,7 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
         scalars: dict[str, Any] | DeviceScalars | None = None,
         capture: Capture = "auto",
         verify_capture: bool = True,
+        steps_per_replay: int = 1,
         prefetch: bool = False,
         monitors: Sequence[Monitor | Statistics] | None = None,
         max_lag_steps: int = 50,
@@ -85,6 +88,7 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
             scalars=scalars,
             capture=capture,
             verify_capture=verify_capture,
+            steps_per_replay=steps_per_replay,
             prefetch=prefetch,
             monitors=monitors,
             max_lag_steps=max_lag_steps,
@@ -93,6 +97,7 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
             ema_validation=ema_validation,
             lightning_quirks=lightning_quirks,
         )
+        self.options.check_window(kwargs.get("accumulate_grad_batches", 1))
         self._stop_requests = LatchedStop() if lightning_quirks else StopRequests()
         recorder = None
         if not (kwargs.get("fast_dev_run") or kwargs.get("barebones")):  # these write nothing, as in stock

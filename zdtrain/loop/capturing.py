@@ -103,6 +103,7 @@ class CanCapture:
             reach=Reach(self),
             tell=self.tell,
             device_graphs=runtime.device.type == "cuda",
+            several=step == "training_step" and self.options.steps_per_replay > 1,
             step=step,
         )
 

@@ -64,9 +64,11 @@ class EpochLoop(_TrainingEpochLoop):
         self.plan = None if reasons else StepPlan(self.trainer, data_fetcher, self._say)
         for reason in reasons:
             self._note(reason, "steps run on stock Lightning's loop: ")
-        if reasons and self.trainer.options.prefetch:
-            what = "prefetch= has no effect here: steps run on stock Lightning's loop"
-            self._say(FallbackReason(code="prefetch", message=what))
+        options = self.trainer.options
+        asked = {"prefetch": options.prefetch, "steps_per_replay": options.steps_per_replay > 1}
+        for option in (option for option, is_set in asked.items() if reasons and is_set):
+            what = f"{option}= has no effect here: steps run on stock Lightning's loop"
+            self._say(FallbackReason(code=option.replace("_", "-"), message=what))
         if reasons and self.monitoring is not None:
             raise ConfigError(
                 "trainer.monitors, trainer.nonfinite and trainer.ema_decay need steps on zdtrain's own loop, but "
@@ -117,9 +119,9 @@ class EpochLoop(_TrainingEpochLoop):
                 progress.increment_started()
                 if monitoring is not None:
                     monitoring.keep_batch(batch, batch_idx)
-                outputs = plan.step.run(batch, batch_idx, self._should_accumulate())
+                outputs = (plan.several or plan.step).run(batch, batch_idx, self._should_accumulate())
         progress.increment_processed()
-        if plan.step_schedulers:
+        if plan.step_schedulers and (plan.several is None or not plan.several.follow_schedule()):
             self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if (last or stop) and plan.epoch_schedulers:
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
@@ -137,8 +139,16 @@ class EpochLoop(_TrainingEpochLoop):
     @property
     def done(self) -> bool:
         """Whether the epoch ends here; stock decides, where there is anything to decide."""
+        if self._in_block:
+            return False  # the device has run steps that have to be counted
         undecided = self.restarting or self.max_steps != -1 or self.trainer.should_stop
         return (undecided or self._num_ready_batches_reached()) and super().done
+
+    @property
+    def _in_block(self) -> bool:
+        """Whether the device has run steps that the loop has not come to yet."""
+        plan = self.plan
+        return plan is not None and plan.several is not None and plan.several.is_open
 
     def _resumes_validation(self, data_fetcher: _DataFetcher) -> bool:
         """Return whether a restart begins with a validation; otherwise do what stock does before it trains."""
@@ -160,9 +170,13 @@ class EpochLoop(_TrainingEpochLoop):
         """Validate, update plateau schedulers and count, where there is any of it to do."""
         plan, trainer = self.plan, self.trainer
         trainer._logger_connector.drain.poll()
-        monitoring = self.monitoring
-        if monitoring is not None and monitoring.settle(flush=self._has_to_know(plan)):
+        monitoring, in_block = self.monitoring, self._in_block
+        if monitoring is not None and monitoring.settle(flush=not in_block and self._has_to_know(plan)):
             raise StopIteration
+        if in_block:
+            if not self._should_accumulate():
+                self._batches_that_stepped += 1
+            return
         if plan is None or plan.step_plateaus or trainer.should_stop or self._skip_next_val or self._may_validate(plan):
             super().on_advance_end(data_fetcher)
             return

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from zdtrain.errors import FallbackReason
 from zdtrain.loop.ahead import copy_ahead, reasons_against
 from zdtrain.loop.feed import Feed
+from zdtrain.loop.several import StepsAhead, reasons_against_several
 from zdtrain.step.captured import CapturedStep
 from zdtrain.step.eager import EagerStep
 from zdtrain.step.evaluation import CapturedEvaluation, EvaluationStep
@@ -19,6 +20,7 @@ from zdtrain.step.hooks import Hooks, overrides
 from zdtrain.step.manual import CapturedManualStep
 from zdtrain.step.optimization import WindowedOptimization
 from zdtrain.step.scaling import scaler_reason
+from zdtrain.step.several import SeveralSteps
 
 # Methods that the short path does not call: whoever replaces one of them gets stock Lightning's loop.
 _EVALUATION = ("validation_step", "test_step", "batch_to_device")
@@ -84,7 +86,18 @@ class StepPlan:
         self.step_schedulers = any(c.interval == "step" and not c.reduce_on_plateau for c in configs)
         self.step_plateaus = any(c.interval == "step" and c.reduce_on_plateau for c in configs)
         self.epoch_schedulers = any(c.interval == "epoch" and not c.reduce_on_plateau for c in configs)
+        self.several: SeveralSteps | None = None
+        if trainer.options.steps_per_replay > 1:  # type: ignore[attr-defined]
+            self._take_several(trainer, fetcher, say)
         self.validates = trainer.fit_loop.epoch_loop._should_check_val_epoch()
+
+    def _take_several(self, trainer: Any, fetcher: _DataFetcher, say: Callable[[FallbackReason], None]) -> None:
+        step, reasons = self.step, list(reasons_against_several(trainer, fetcher, self.step))
+        for reason in reasons:
+            say(reason)
+        if not reasons and isinstance(step, CapturedStep):
+            around = StepsAhead(trainer, self.feed, step)
+            self.several = SeveralSteps(trainer, step, trainer.options.steps_per_replay, around)
 
 
 class EvaluationPlan:

@@ -48,6 +48,7 @@ class StepRows:
         return torch.cat([part.reshape(-1).to(torch.float64) for part in parts]).unsqueeze(0), self._layout, stamp
 
     def _row(self, step: int, epoch: int, batch_idx: int) -> tuple[list[Tensor], Stamp] | None:
+        self._results.catch_up()
         listener = self._listener
         if len(self._results) != self._known or sum([bank.size for bank in self._banks]) != len(self._slots):
             self._lay_out()

@@ -1,7 +1,7 @@
 """The training step as a captured program, with its gradients, its accumulation window and its optimizer."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
@@ -112,10 +112,12 @@ class CapturedStep(Capturing, EagerStep):
         return self._look_up(
             batch,
             lambda: place_in_window(first, accumulate, divisor),
-            (first, accumulate, divisor, place),
+            PlaceKey(
+                (first, accumulate, divisor, place),
+                tuple([p.grad is None for p in parameters]) if window > 1 or self._zeroes_its_own_way else None,
+                None if accumulate else tuple([part.key() for part in self._inside]),
+            ),
             tuple([id(optimizer) for optimizer in self._surroundings.optimizers]),
-            tuple([p.grad is None for p in parameters]) if window > 1 or self._zeroes_its_own_way else None,
-            None if accumulate else tuple([part.key() for part in self._inside]),
             None if self._scaling is None else self._scaling.key(),
             self._trainer.gradient_clip_val,
             self._trainer.gradient_clip_algorithm,
@@ -133,6 +135,17 @@ class CapturedStep(Capturing, EagerStep):
                 self._inside = []
                 self._session.note(FallbackReason(code="scaler-on-host", message=update.reads))
         return True
+
+    @staticmethod
+    def place_in(key: tuple[Any, ...]) -> "PlaceKey":
+        """Return the part of a step's key that its place in the accumulation window decides."""
+        place: PlaceKey = next(part for part in key if isinstance(part, PlaceKey))
+        return place
+
+    @staticmethod
+    def beyond_place(key: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the rest of the key, which all batches of a window share."""
+        return tuple([part for part in key if not isinstance(part, PlaceKey)])
 
     # The region is the closure, or everything around it.
 
@@ -195,6 +208,17 @@ class CapturedStep(Capturing, EagerStep):
     def _n_unread(self) -> int:
         drops = self._batch_idx % self._trainer.accumulate_grad_batches == 0 and not self._zeroes_its_own_way
         return self._surroundings.n_trained if drops and self._drops_gradients else 0
+
+
+class PlaceKey(NamedTuple):
+    """What a step's place in its accumulation window decides."""
+
+    place: tuple[Any, ...]
+    """First of its window, not the last, divisor of the loss, and the number where the epoch's end is not known."""
+    without_gradient: tuple[bool, ...] | None
+    """Which parameters have no gradient yet; None where that is clear."""
+    updates: tuple[Any, ...] | None
+    """What a program would hold by value of the optimizers; None where they do not step."""
 
 
 def place_in_window(first: bool, accumulates: bool, divisor: int) -> str:

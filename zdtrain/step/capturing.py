@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zdtrain.errors import FallbackReason
-from zdtrain.step.graph import LoweredGraphProgram, capture_graph
+from zdtrain.step.graph import GraphProgram, LoweredGraphProgram, capture_graph
 from zdtrain.step.host import change_reasons
 from zdtrain.step.key import describe, flatten_batch, signature, unflatten_batch
 from zdtrain.step.program import Part, Program
@@ -128,7 +128,7 @@ class Capturing(Watching):
         entry.operations, entry.includes_optimizer = len(program), bool(covers)
         entry.captures += 1
         entry.capture_seconds += time.perf_counter() - start
-        if session.device_graphs and session.capture == "graph":
+        if isinstance(program, GraphProgram):
             host.restore()
             saved.restore()  # what lies on the host is not captured but done
             self._batch = batch
@@ -141,7 +141,7 @@ class Capturing(Watching):
         if session.capture == "compile":
             tape = record(recorded, inputs, LoweredTape)
             return LoweredGraphProgram(tape, session.runtime) if session.device_graphs else tape
-        if not session.device_graphs:
+        if not session.device_graphs or session.several:
             return record(recorded, inputs, Tape)
         used = [*range(first), *range(first + self._n_unread(), len(inputs))]
         program = capture_graph(recorded, inputs, used, lambda static: self._put(entry, static), session.runtime)

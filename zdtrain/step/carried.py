@@ -35,6 +35,32 @@ def held_tensors(root: nn.Module) -> dict[Place, Tensor]:
     return found
 
 
+class Holder:
+    """A dictionary and the name in it under which a module keeps a tensor.
+
+    Args:
+        held: The dictionary; it counts by identity.
+        name: The name.
+    """
+
+    __slots__ = ("held", "name")
+
+    def __init__(self, held: dict[str, Any], name: str) -> None:
+        self.held = held
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Holder) and self.held is other.held and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash((id(self.held), self.name))
+
+    def tensor(self) -> Tensor | None:
+        """Return what is there now; None for what is no tensor."""
+        value = self.held.get(self.name)
+        return value if isinstance(value, Tensor) else None
+
+
 def replaced(before: Mapping[Place, Tensor], after: Mapping[Place, Tensor]) -> tuple[Place, ...]:
     """Return the places that hold another tensor object afterwards."""
     return tuple(place for place, tensor in after.items() if before.get(place) is not tensor)
@@ -55,7 +81,8 @@ class Carried:
         self.replaced = replaced
         held = held_tensors(root)
         only_read = [place for place in held if not place.is_buffer and place not in replaced]
-        self._holders = [(_holder(root, place), place.name) for place in (*replaced, *only_read)]
+        self.holders = [Holder(_holder(root, place), place.name) for place in (*replaced, *only_read)]
+        """Where the tensors are: those that the step replaces, then the others."""
         self._buffers = [
             (_holder(root, place), place.name, tensor)
             for place, tensor in held.items()
@@ -68,19 +95,18 @@ class Carried:
 
     def tensors(self) -> list[Tensor | None]:
         """Return what the places hold now; None for what is no tensor."""
-        held = [holder.get(name) for holder, name in self._holders]
-        return [value if isinstance(value, Tensor) else None for value in held]
+        return [holder.tensor() for holder in self.holders]
 
     def put(self, tensors: Mapping[int, Tensor]) -> None:
         """Put tensors in places, by their index."""
         for index, tensor in tensors.items():
-            holder, name = self._holders[index]
-            holder[name] = tensor
+            holder = self.holders[index]
+            holder.held[holder.name] = tensor
 
     def replace(self, tensors: list[Tensor]) -> None:
         """Put a step's new tensors in the places of the replaced ones."""
-        for (holder, name), tensor in zip(self._holders, tensors, strict=False):
-            holder[name] = tensor
+        for holder, tensor in zip(self.holders, tensors, strict=False):
+            holder.held[holder.name] = tensor
 
 
 def _holder(root: nn.Module, place: Place) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zdtrain.device.base import Graph, Runtime
+from zdtrain.device.base import Graph, Runtime, UnsupportedError
 from zdtrain.step.tape import LoweredTape
 
 Outputs = list[Any]
@@ -61,6 +61,14 @@ class GraphProgram:
                 tensor.copy_(self._static[index], non_blocking=True)
         return self._outputs
 
+    def body(self, inputs: Sequence[Tensor | None]) -> Outputs:  # noqa: ARG002
+        """Refuse: a graph holds no other graph.
+
+        Raises:
+            UnsupportedError: Always. Steps that are to be part of a larger graph are recorded as tapes.
+        """
+        raise UnsupportedError("a captured graph can't be part of another one; record the step as a tape")
+
 
 class LoweredGraphProgram:
     """A lowered tape inside a device graph: compiled, tried on copies and captured when it runs for the first time.
@@ -77,6 +85,7 @@ class LoweredGraphProgram:
         self._tape = tape
         self._runtime = runtime
         self._program: GraphProgram | None = None
+        self._lowered: Callable[..., Outputs] | None = None
 
     def __len__(self) -> int:
         """Return the number of recorded operations."""
@@ -93,10 +102,15 @@ class LoweredGraphProgram:
             self._program = self._capture(inputs)
         return self._program.run(inputs)
 
+    def body(self, inputs: Sequence[Tensor | None]) -> Outputs:
+        """Launch the kernels one by one; `run` was called before. See `Program.body`."""
+        assert self._lowered is not None
+        return self._lowered(*self._tape.arguments(inputs))
+
     @torch.no_grad()
     def _capture(self, inputs: Sequence[Tensor | None]) -> GraphProgram:
         tape, runtime = self._tape, self._runtime
-        lowered = tape.lower(inputs)
+        lowered = self._lowered = tape.lower(inputs)
         random = runtime.rng_state()
         lowered(*[static_copy(argument) for argument in tape.arguments(inputs)])  # kernels load when first launched
         runtime.restore_rng(random)

@@ -130,6 +130,9 @@ class InsideByRule:
             else:
                 attributes["step"] = patched
 
+    def rates(self) -> None:
+        """Return None: every update takes numbers that the host computes before it."""
+
     def recorded(self) -> "RecordedUpdates":
         """Return what replays of the step that was recorded last need."""
         return RecordedUpdates(self._optimizer, self._taken)

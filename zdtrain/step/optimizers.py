@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from zdtrain.errors import FallbackReason
 from zdtrain.optim import SimpleAdam
+from zdtrain.optim.groups import hyperparameter_tensors
 from zdtrain.step.handed import DTYPES, InsideByRule, steps_outside
 from zdtrain.step.key import frozen
 from zdtrain.step.updates import RULES
@@ -68,6 +69,10 @@ class InsideSimpleAdam:
 
     def ran(self) -> None:
         """Do nothing: counts are tensors on the device."""
+
+    def rates(self) -> list[Tensor]:
+        """Return the tensors, 0-D, that a schedule changes and the program reads."""
+        return [tensor for group in self._optimizer.param_groups for tensor in hyperparameter_tensors(group).values()]
 
     def count(self) -> None:
         """Note that the optimizer stepped: schedulers ask."""
@@ -127,6 +132,10 @@ class InsideWithRate:
 
     def ran(self) -> None:
         """Do nothing: counts are tensors on the device."""
+
+    def rates(self) -> list[Tensor]:
+        """Return the tensors, 0-D, that a schedule changes and the program reads."""
+        return list(self._rates)
 
     def refill(self) -> None:
         """Bring the learning rates that schedulers wrote into the tensors."""

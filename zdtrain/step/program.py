@@ -29,6 +29,9 @@ class Program(Protocol):
     def run(self, inputs: Sequence[Tensor | None]) -> list[Any]:
         """Run it on inputs of the captured layout; return its outputs."""
 
+    def body(self, inputs: Sequence[Tensor | None]) -> list[Any]:
+        """Do what `run` does, without a graph of its own, so that a larger one can hold it."""
+
 
 class RecordedPart(Protocol):
     """The host's share in replays of one program."""
@@ -59,6 +62,9 @@ class Part(Protocol):
 
     def recorded(self) -> RecordedPart:
         """Return the host's share in replays of what was recorded last."""
+
+    def rates(self) -> list[Tensor] | None:
+        """Return the tensors, 0-D, that a schedule changes; None where every step takes numbers of its own."""
 
 
 Value = TypeVar("Value")

@@ -112,6 +112,9 @@ class Recording:
         self.program = program
         self.exact = all(part.exact for part in covers)
         self._parts = [part.recorded() for part in covers]
+        self.n_leaves = n_leaves
+        self.carried = taken.carried
+        self.parameters = taken.surroundings.parameters
         self._taken = taken
         self._updates = updates
         read = {index for index in program.used if index >= n_leaves}
@@ -145,29 +148,47 @@ class Recording:
 
     def named(self, outputs: Sequence[Any]) -> dict[str, Tensor | None]:
         """Return the outputs of a run by the names that `Surroundings.tensors` gives them."""
-        loss, returned, gradients, carried = self._split(outputs)
-        names = self._taken.surroundings.names()
+        loss, returned, gradients, carried = self.split(outputs)
         found: dict[str, Tensor | None] = {"loss": loss}
         found.update({f"output {index}": tensor for index, tensor in enumerate(returned)})
-        parameters = self._taken.surroundings.parameters
+        return {**found, **self.named_places(gradients, carried)}
+
+    def named_places(self, gradients: Sequence[Tensor | None], carried: Sequence[Tensor]) -> dict[str, Tensor | None]:
+        """Return gradients, and what the step replaces, by name."""
+        names = self._taken.surroundings.names()
+        found: dict[str, Tensor | None] = {}
+        parameters = self.parameters
         found.update({f"gradient of {names.get(id(p), id(p))}": g for p, g in zip(parameters, gradients, strict=True)})
         found.update({str(place): t for place, t in zip(self._taken.carried.replaced, carried, strict=True)})
         return found
 
     def place(self, outputs: Sequence[Any]) -> tuple[Tensor | None, Any]:
-        """Put a run's outputs in their places; return the loss and what else the step returned.
+        """Put a run's outputs in their places; return the loss and what else the step returned."""
+        loss, returned, gradients, carried = self.split(outputs)
+        self.place_gradients(gradients)
+        return self.hand_over(loss, returned, carried, copy=self.program.overwrites)
 
-        Gradients alias the outputs of a program that overwrites them, as they do in any captured step; the rest is
-        copied there, because users keep it.
-        """
-        taken = self._taken
-        loss, returned, gradients, carried = self._split(outputs)
-        if self.program.overwrites:
-            loss = None if loss is None else loss.clone()
-            returned, carried = [t.clone() for t in returned], [t.clone() for t in carried]
-        for parameter, gradient in zip(taken.surroundings.parameters, gradients, strict=True):
+    def place_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Give parameters their gradients, which alias what a program overwrites, as they do in any captured step."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if parameter.grad is not gradient:
                 parameter.grad = gradient
+
+    def hand_over(
+        self, loss: Tensor | None, returned: Sequence[Tensor], carried: Sequence[Tensor], *, copy: bool
+    ) -> tuple[Tensor | None, Any]:
+        """Put the rest in its places; return the loss and what else the step returned.
+
+        Args:
+            loss: The loss.
+            returned: Tensors that the step returned besides.
+            carried: What it replaces.
+            copy: Copy what users keep, because the next run writes over it.
+        """
+        taken = self._taken
+        if copy:
+            loss = None if loss is None else loss.clone()
+            returned, carried = [t.clone() for t in returned], [t.clone() for t in carried]
         taken.carried.replace(list(carried))
         tensors = iter(returned)
         leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in taken.leaves]
@@ -186,7 +207,8 @@ class Recording:
         for part in self._parts:
             part.count()
 
-    def _split(self, outputs: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any], Sequence[Any]]:
+    def split(self, outputs: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """Return a run's outputs by kind: loss, what else the step returned, gradients, what it replaces."""
         first = 1 + self._taken.n_returned
         last = first + len(self._taken.surroundings.parameters)
         return outputs[0], outputs[1:first], outputs[first:last], outputs[last:]

@@ -1,5 +1,6 @@
 """What `self.log` declared, kept in device-resident slots instead of one torchmetrics object per call."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -142,6 +143,7 @@ class StepResults(_ResultCollection):
     def __init__(self, training: bool) -> None:
         super().__init__(training)
         self.banks: list[SlotBank] = []
+        self.behind: Callable[[], None] | None = None  # puts the step's values into cells that are ahead of it
 
     def __setitem__(self, key: str, metric: _ResultMetric) -> None:
         """Keep what `log` declares as a slot, where a slot can hold it."""
@@ -192,6 +194,12 @@ class StepResults(_ResultCollection):
                     slot.settle()
             bank.written.clear()
 
+    def catch_up(self) -> None:
+        """Let the cells hold the values of the step whose turn it is, where the device has run later ones."""
+        if self.behind is not None:
+            show, self.behind = self.behind, None
+            show()
+
     def end_step(self) -> None:
         """Close the step: fold its values, let go of its batch."""
         self.commit()
@@ -209,6 +217,7 @@ class StepResults(_ResultCollection):
 
     def metrics(self, on_step: bool) -> _METRICS:
         """Return the current values as stock does, but with progress bar values left on the device."""
+        self.catch_up()
         self.commit()
         found = _METRICS(callback={}, log={}, pbar={})
         for _, metric in self.valid_items():

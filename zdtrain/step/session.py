@@ -43,6 +43,8 @@ class Entry:
     """Why these steps stay eager."""
     recording: Recording | None = None
     """The captured step."""
+    several: Any = None
+    """The program, where the entry stands for several steps: `RepeatedSteps`."""
     failures: int = 0
     """Captures that failed."""
     misfits: int = 0
@@ -59,6 +61,11 @@ class Entry:
     verify_seconds: float = 0.0
     includes_optimizer: bool = False
 
+    def _memory_bytes(self) -> int | None:
+        program = self.several if self.recording is None else self.recording.program
+        memory: int | None = None if program is None else program.memory_bytes
+        return memory
+
     def report(self, session: "CaptureSession") -> ProgramReport:
         """Return what became of the program."""
         return ProgramReport(
@@ -69,7 +76,7 @@ class Entry:
             includes_optimizer=self.includes_optimizer,
             captures=self.captures,
             replays=self.replays,
-            memory_bytes=None if self.recording is None else self.recording.program.memory_bytes,
+            memory_bytes=self._memory_bytes(),
             capture_seconds=self.capture_seconds,
             verification=self.verification,
             verifications=self.verifications,
@@ -86,6 +93,7 @@ class CaptureSession:
         runtime: The device door.
         reach: What steps read past their module.
         device_graphs: Capture steps in graphs of the device instead of op tapes.
+        several: Steps are to be part of programs for several.
         tell: Called with each new reason for an eager step.
         step: The step that is captured.
     """
@@ -100,9 +108,11 @@ class CaptureSession:
         tell: Callable[[FallbackReason], None],
         device_graphs: bool = False,
         step: str = TRAINING_STEP,
+        several: bool = False,
     ) -> None:
         self.step = step
         self.device_graphs = device_graphs
+        self.several = several
         self.capture = capture
         self.verify = verify
         self.runtime = runtime
@@ -141,6 +151,10 @@ class CaptureSession:
     def make_room(self, kinds: int) -> None:
         """Keep as many programs for each of so many kinds of batches, such as those of several data loaders."""
         self._entries.cap = MAX_PROGRAMS * kinds
+
+    def known(self, key: Hashable) -> Entry | None:
+        """Return what is known of steps with `key`, if anything."""
+        return self._entries.entries.get(key)
 
     def move(self, old: Hashable, new: Hashable) -> None:
         """Keep the steps of one key under another, because more is known of what belongs in it."""
@@ -196,7 +210,7 @@ class CaptureSession:
     def _keep_report(self, entry: Entry) -> None:
         if entry.captures:
             self._reports.append(entry.report(self))
-        entry.recording = None
+        entry.recording = entry.several = None
 
     def report(self) -> CaptureReport:
         """Return what captured steps did so far."""

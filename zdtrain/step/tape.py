@@ -50,6 +50,10 @@ class Tape:
         with torch.no_grad():
             return self._replay(*self.arguments(inputs))
 
+    def body(self, inputs: Inputs) -> Outputs:
+        """Run the operations; see `Program.body`."""
+        return self.run(inputs)
+
     def arguments(self, inputs: Inputs) -> list[Any]:
         """Return what the operations work on: the inputs that they read, then all else."""
         return [*[inputs[index] for index in self.used], *self.constants]
