@@ -32,8 +32,8 @@ class ScheduleAhead:
         self._options = [self._read()]
         for after in range(batch_idx + 1, batch_idx + count + 1):
             for part in parts:
-                part.refill()
-            self.rates.append([rate.clone() for part in parts for rate in part.rates()])
+                part.recorded().refill()
+            self.rates.append([rate.clone() for part in parts for rate in part.rates() or ()])
             due = [config for config in configs if after % window == 0 and after % config.frequency == 0]
             for config in due:
                 config.scheduler.step()

@@ -62,6 +62,9 @@ def reasons_against_several(trainer: Any, fetcher: _DataFetcher, step: Any) -> I
         yield _reason(f"{count} batches are no multiple of the {window} of an accumulation window")
     if not step._inside:
         yield _reason("the optimizer steps outside the program (see optimizer-outside)")
+    elif any(part.rates() is None for part in step._inside):
+        name = type(trainer.optimizers[0]).__name__
+        yield _reason(f"{name} takes numbers that the host computes for every step; SimpleAdam and fused=True do not")
     if step._zeroes_its_own_way:
         yield _reason("zero_grad is overridden")
     if not isinstance(trainer.val_check_batch, int) and trainer.fit_loop.epoch_loop._should_check_val_epoch():
@@ -162,6 +165,12 @@ class StepsAhead:
         """Return what else a program for several steps holds by value."""
         nobody = self._step._hooks.nobody
         return (self._trainer.counters_on_device, len(self._loop.results.banks), "on_train_batch_end" in nobody)
+
+    def counters(self) -> dict[str, Tensor]:
+        """Return what `between` counts in, by name."""
+        if not self._trainer.counters_on_device:
+            return {}
+        return {"global_step on the device": self._trainer.scalars["global_step"]}
 
     def between(self, index: int) -> None:
         """Do on the device what the loop does between two steps: take out what is held back, count."""

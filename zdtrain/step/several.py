@@ -48,6 +48,9 @@ class Surroundings(Protocol):
     def key(self) -> Hashable:
         """Return what else a program for several steps holds by value."""
 
+    def counters(self) -> dict[str, Tensor]:
+        """Return what `between` counts in, by name."""
+
     def between(self, index: int) -> None:
         """Do on the device what the loop does between two steps."""
 
@@ -206,7 +209,7 @@ class SeveralSteps:
         return [[leaf for leaf in leaves if isinstance(leaf, Tensor)] for leaves, _ in flat]
 
     def _repeated(self, recordings: Sequence[Recording], ahead: Ahead | None) -> RepeatedSteps:
-        rates = [] if ahead is None else [rate for part in self._step._inside for rate in part.rates()]
+        rates = [] if ahead is None else [rate for part in self._step._inside for rate in part.rates() or ()]
         return RepeatedSteps(
             [recordings[index % len(recordings)] for index in range(self._count)],
             shown=self._around.shown(),
@@ -221,7 +224,8 @@ class SeveralSteps:
         start = time.perf_counter()
         leaves = [leaf for batch in batches for leaf in batch]
         compares = session.verify and entry.verified_in != self._trainer.current_epoch
-        saved = Saved(around.tensors(leaves), session.runtime) if compares or not entry.captures else None
+        tensors = {**around.tensors(leaves), **self._around.counters()}
+        saved = Saved(tensors, session.runtime) if compares or not entry.captures else None
         try:
             if not entry.captures:
                 block.steps.capture(inputs, session)
@@ -289,7 +293,8 @@ class SeveralSteps:
         outputs = EagerStep.run(step, batch, batch_idx, accumulate)
         start = time.perf_counter()
         step._results.commit()
-        exact, share = session.capture != "compile", left.shares[block.index]
+        exact = session.capture != "compile" and all(recording.exact for recording in block.steps.recordings)
+        share = left.shares[block.index]
         want = {f"value {index} of step {block.index + 1}": tensor for index, tensor in enumerate(block.steps.shown)}
         have: dict[str, Tensor | None] = dict(zip(want, share.shown, strict=True))
         if "loss" in outputs:
