@@ -3,7 +3,8 @@
 An MLP 32-64-64-2 with batch 32 on one thread, fused Adam, batches made ahead. For each contender the marginal cost of a
 step is (time of 2N steps - time of N steps) / N, so that start-up and tear-down cancel. Contenders are interleaved in
 one process and compared as ratios within a round, because machines drift. The captured contender lowers the whole step
-with `capture="compile"` and SimpleAdam; where jax is installed its jit-compiled step is measured too, logging nothing.
+with `capture="compile"` and SimpleAdam, one, 4 and 16 steps per replay; where jax is installed its jit-compiled step is
+measured too, logging nothing.
 
     python benchmarks/step_overhead.py [--rounds 7] [--steps 500] [--out benchmarks/results/step_overhead.json]
 """
@@ -40,7 +41,7 @@ from zdtrain.optim import SimpleAdam
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 LOGS = {"none": 0, "two": 2, "64": 64}
-WARMUP_STEPS = 20  # not timed: first steps allocate, and capture
+WARMUP_STEPS = 64  # not timed: first steps allocate, and capture
 
 
 class Batches:
@@ -185,14 +186,17 @@ class Contender:
 
 
 def contenders() -> list[Contender]:
-    def captured(steps: int, logs: int) -> float:
-        return fit_seconds(zdtrain.Trainer, {"capture": "compile"}, steps, logs, SimpleAdam)
+    def captured(steps: int, logs: int, per_replay: int = 1) -> float:
+        options = {"capture": "compile", "steps_per_replay": per_replay}
+        return fit_seconds(zdtrain.Trainer, options, steps, logs, SimpleAdam)
 
     found = [
         Contender(name="raw", seconds=raw_seconds),
         Contender(name="lightning", seconds=lambda steps, logs: fit_seconds(pl.Trainer, {}, steps, logs)),
         Contender(name="zdtrain", seconds=lambda steps, logs: fit_seconds(zdtrain.Trainer, {}, steps, logs)),
         Contender(name="zdtrain captured", seconds=captured),
+        Contender(name="captured, 4 a replay", seconds=partial(captured, per_replay=4)),
+        Contender(name="captured, 16 a replay", seconds=partial(captured, per_replay=16)),
     ]
     if find_spec("jax") is not None:
         found.append(Contender(name="jax jit", seconds=jax_seconds))
@@ -240,11 +244,11 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     result = measure(options.rounds, options.steps)
-    print(f"{'logged':8} {'contender':16} {'us/step':>9} {'x raw':>7}  (min-max)")
+    print(f"{'logged':8} {'contender':21} {'us/step':>9} {'x raw':>7}  (min-max)")
     for logs, by_name in result.items():
         for name, r in by_name.items():
             spread = f"({r['times_raw_min']:.2f}-{r['times_raw_max']:.2f})"
-            print(f"{logs:8} {name:16} {r['us_per_step']:9.1f} {r['times_raw']:7.2f}  {spread}")
+            print(f"{logs:8} {name:21} {r['us_per_step']:9.1f} {r['times_raw']:7.2f}  {spread}")
     record = {
         "date": datetime.now(UTC).date().isoformat(),
         "torch": torch.__version__,

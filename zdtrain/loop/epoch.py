@@ -61,14 +61,14 @@ class EpochLoop(_TrainingEpochLoop):
         super().on_run_start(data_fetcher)
         self.scaling = scaling_of(self.trainer, self.scaling)
         reasons = list(reasons_for_stock(self.trainer, data_fetcher))
-        self.plan = None if reasons else StepPlan(self.trainer, data_fetcher, self._say)
+        self.plan = None if reasons else StepPlan(self.trainer, data_fetcher, self.say)
         for reason in reasons:
             self._note(reason, "steps run on stock Lightning's loop: ")
         options = self.trainer.options
         asked = {"prefetch": options.prefetch, "steps_per_replay": options.steps_per_replay > 1}
         for option in (option for option, is_set in asked.items() if reasons and is_set):
             what = f"{option}= has no effect here: steps run on stock Lightning's loop"
-            self._say(FallbackReason(code=option.replace("_", "-"), message=what))
+            self.say(FallbackReason(code=option.replace("_", "-"), message=what))
         if reasons and self.monitoring is not None:
             raise ConfigError(
                 "trainer.monitors, trainer.nonfinite and trainer.ema_decay need steps on zdtrain's own loop, but "
@@ -81,7 +81,8 @@ class EpochLoop(_TrainingEpochLoop):
             self.trainer.tell(reason)
             self._warning_cache.info(f"zdtrain: {what}{reason}")
 
-    def _say(self, reason: FallbackReason) -> None:
+    def say(self, reason: FallbackReason) -> None:
+        """Keep a reason why an option has no effect, and tell of it once."""
         self._note(reason, "")
 
     def advance(self, data_fetcher: _DataFetcher) -> None:

@@ -34,6 +34,16 @@ class Feed:
         self._loader = OneLoader(fetcher, copies) if has_one_sized_loader(fetcher) else None
         self._waiting: deque[Any] = deque()  # batches on the device whose steps are not due yet
 
+    def look_for_draws(self, reads: int) -> None:
+        """Find out, at the next reads, whether reading moves torch's default generator."""
+        if self._loader is not None:
+            self._loader.looks = reads
+
+    @property
+    def draws(self) -> bool:
+        """Whether a read that was looked at moved torch's default generator."""
+        return self._loader is not None and self._loader.draws
+
     def next(self) -> Any:
         """Return the next batch, on the device.
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import torch
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 
@@ -22,6 +23,9 @@ class OneLoader:
         self._fetcher = fetcher
         self._copies = copies
         self._ahead: Iterator[Any] | None = None  # the loader's batches, on the device
+        self.looks = 0  # reads behind the first at which to find out whether they move torch's default generator
+        self.draws = False  # whether one did
+        self._has_read = False
         self._waiting = 0  # batches read and not handed out
         self._failed: Exception | None = None  # what the loader raised for a batch that is not due yet
 
@@ -70,16 +74,27 @@ class OneLoader:
     def _read(self) -> Any:
         if self._failed is not None:
             raise self._failed
-        loader = self._modes.iterators[0]
-        if self._copies is None:
-            batch = next(loader)
+        if not self._has_read:
+            self._has_read = True  # samplers draw a seed at the first one
+            batch = self._read_next()
+        elif self.looks:
+            self.looks -= 1
+            before = torch.get_rng_state()
+            batch = self._read_next()
+            self.draws = self.draws or not torch.equal(before, torch.get_rng_state())
         else:
-            if self._ahead is None:
-                missing: int = self._fetcher.length - self._fetcher.fetched  # type: ignore[operator]
-                self._ahead = self._copies.over(islice(loader, missing))
-            batch = next(self._ahead)
+            batch = self._read_next()
         self._waiting += 1
         return batch
+
+    def _read_next(self) -> Any:
+        loader = self._modes.iterators[0]
+        if self._copies is None:
+            return next(loader)
+        if self._ahead is None:
+            missing: int = self._fetcher.length - self._fetcher.fetched  # type: ignore[operator]
+            self._ahead = self._copies.over(islice(loader, missing))
+        return next(self._ahead)
 
 
 def has_one_sized_loader(fetcher: _DataFetcher) -> bool:

@@ -30,6 +30,7 @@ from zdtrain.step.watch import reason_at
 
 OPTION = "steps_per_replay"
 CODE = "steps-per-replay"
+_LOOKS = 3  # reads of an epoch, before any block of the first one
 # Callbacks whose hooks around a step only read counters, options and logged values, or are given a boundary.
 _READERS: tuple[type[Callback], ...] = (
     DeviceStatsMonitor,
@@ -65,6 +66,8 @@ def reasons_against_several(trainer: Any, fetcher: _DataFetcher, step: Any) -> I
     elif any(part.rates() is None for part in step._inside):
         name = type(trainer.optimizers[0]).__name__
         yield _reason(f"{name} takes numbers that the host computes for every step; SimpleAdam and fused=True do not")
+    if step._scaling is not None:
+        yield _reason("16-mixed precision scales the loss anew in every step")
     if step._zeroes_its_own_way:
         yield _reason("zero_grad is overridden")
     if not isinstance(trainer.val_check_batch, int) and trainer.fit_loop.epoch_loop._should_check_val_epoch():
@@ -130,7 +133,8 @@ class StepsAhead:
         self._trainer: Any = trainer
         self._loop = trainer.fit_loop.epoch_loop
         self._step = step
-        self.peek = feed.peek
+        self._feed = feed
+        feed.look_for_draws(_LOOKS)
         self._validates = self._loop._should_check_val_epoch()
         self._checkpoints = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
         self._schedulers = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
@@ -138,6 +142,11 @@ class StepsAhead:
     def room(self, batch_idx: int) -> int:
         """Return how many batches may run from this one on before anybody has to look."""
         trainer, loop = self._trainer, self._loop
+        if self._feed.draws or self._step.session.loader_draws:
+            self._step.session.loader_draws = True  # for all epochs to come: those begin with a block
+            what = "reading a batch draws from the generator that steps draw from, so it can't be read ahead of them"
+            loop.say(_reason(what))
+            return 0
         if trainer.should_stop or trainer.received_sigterm or loop._skip_next_val:
             return 0
         room: int = trainer.num_training_batches - batch_idx
@@ -153,6 +162,10 @@ class StepsAhead:
             if every >= 1:
                 room = min(room, (every - loop.global_step % every) * window)
         return room
+
+    def peek(self, count: int) -> list[Any]:
+        """Return the next batches; fewer where the epoch ends."""
+        return self._feed.peek(count)
 
     def shown(self) -> list[Tensor]:
         """Return the tensors that the host may look at after a step."""

@@ -51,6 +51,11 @@ class CapturedStep(Capturing, EagerStep):
             self._module, session, every_step=self._users_between, interruptions=lambda: validation.ready
         )
 
+    @property
+    def session(self) -> CaptureSession:
+        """Programs and counts."""
+        return self._session
+
     def _use(self, optimizer: torch.optim.Optimizer) -> None:
         super()._use(optimizer)
         self._surround([optimizer])

@@ -123,6 +123,7 @@ class CaptureSession:
         self.steps_eager = 0
         self.steps_replayed = 0
         self.host_reads = 0
+        self.loader_draws = False  # whether reading a batch moves the generator that steps draw from
         self.attributes: set[tuple[str, str]] = set()  # that watched steps read, by module path and name
         self.n_fingerprints = 0
         self._fingerprints: dict[Hashable, int] = {}

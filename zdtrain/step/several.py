@@ -92,12 +92,11 @@ class SeveralSteps:
     def __init__(self, trainer: Trainer, step: CapturedStep, count: int, around: Surroundings) -> None:
         self._trainer = trainer
         self._step = step
-        self._session = step._session
+        self._session = step.session
         self._count = count
         self._around = around
         self._block: Block | None = None
         self._known: dict[int, tuple[Entry, tuple[Any, ...]]] = {}  # by place in the window, with its key
-        self._draws = False  # whether reading a batch moves the generator that steps draw from
 
     @property
     def is_open(self) -> bool:
@@ -141,7 +140,7 @@ class SeveralSteps:
     def _begin(self, batch: Any, batch_idx: int, accumulate: bool) -> Block | None:
         """Run the next steps as one; None where this step is to run alone."""
         window = self._trainer.accumulate_grad_batches
-        if batch_idx % window or self._count % window or self._draws or self._around.room(batch_idx) < self._count:
+        if batch_idx % window or self._count % window or self._around.room(batch_idx) < self._count:
             return None
         recordings = self._recordings(batch, batch_idx, accumulate)
         if recordings is None:
@@ -150,7 +149,7 @@ class SeveralSteps:
         entry = self._session.entry(key, lambda: f"{self._count} steps of {self._known[0][0].name}")
         if entry.reason is not None:
             return None
-        batches = self._batches(batch, entry)
+        batches = self._batches(batch)
         if batches is None:
             return None
         guard = self._step._guard
@@ -188,16 +187,10 @@ class SeveralSteps:
             found.append(known.recording)
         return found if found[0].fits(step._inputs(entry)) else None
 
-    def _batches(self, batch: Any, entry: Entry) -> list[list[Tensor]] | None:
+    def _batches(self, batch: Any) -> list[list[Tensor]] | None:
         """Return the tensors of the next batches; None where there are not enough of the same layout."""
-        trusted = entry.verifications > 0 or entry.replays > 0
-        before = None if trusted else torch.get_rng_state()
         batches = [batch, *self._around.peek(self._count - 1)]
-        if before is not None and not torch.equal(before, torch.get_rng_state()):
-            self._draws = True
-            what = "steps_per_replay= has no effect here: reading a batch draws from the generator that steps draw from"
-            self._session.note(FallbackReason(code="steps-per-replay", message=what))
-        if self._draws or len(batches) < self._count:
+        if len(batches) < self._count:
             return None
         flat = [flatten_batch(one) for one in batches]
         try:
