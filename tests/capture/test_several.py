@@ -205,7 +205,7 @@ class Tells(Simple):
     [
         (Simple, {"callbacks": lambda: [Freezes()]}, "Freezes.on_train_batch_start may read or change"),
         (Tells, {}, "Tells.on_train_batch_end may read or change"),
-        (Classifier, {}, "the optimizer steps outside the program"),
+        (Classifier, {}, "SGD takes numbers that the host computes for every step"),
         (Validated, {"val_check_interval": "0:0:10:0", "max_epochs": 1}, "validation is due by the clock"),
         (Simple, {"profiler": "simple"}, "steps run on stock Lightning's loop"),
     ],
