@@ -38,6 +38,7 @@ class LossScaling:
         self.device = device
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)  # shape=(), nonzero after an overflow
         self.unscaled = False  # whether the gradients of the step that runs were divided by the scale
+        self.lowered = False  # whether steps are compiled, which the scaler's own kernel can't be
         self._growth_factor = torch.zeros((), dtype=torch.float64, device=device)  # shape=()
         self._backoff_factor = torch.zeros((), dtype=torch.float64, device=device)  # shape=()
         self._growth_interval = torch.zeros((), dtype=torch.int32, device=device)  # shape=(), steps
@@ -105,11 +106,17 @@ class LossScaling:
             self.unscaled = True
             self._check(optimizer, self.scale.double().reciprocal().float(), allow_fp16=False)
 
+    @torch.no_grad()
     def _check(self, optimizer: Optimizer, inverse: Tensor, *, allow_fp16: bool) -> None:
-        found = self.scaler._unscale_grads_(optimizer, inverse, self._zero, allow_fp16)  # copies the zero
-        if not found:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not gradients:
             raise AssertionError("No inf checks were recorded for this optimizer.")  # torch's words
-        self.found_inf.copy_(found[self.device])
+        if self.lowered and all(g.dtype in (torch.float32, torch.float64) and not g.is_sparse for g in gradients):
+            self.found_inf.copy_(torch.stack([gradient.isfinite().all() for gradient in gradients]).all().logical_not())
+            torch._foreach_mul_(gradients, inverse)
+        else:
+            found = self.scaler._unscale_grads_(optimizer, inverse, self._zero, allow_fp16)  # copies the zero
+            self.found_inf.copy_(found[self.device])
 
     @contextmanager
     def clipping(self, optimizer: Optimizer) -> Iterator[None]:
@@ -210,10 +217,12 @@ def scaling_of(trainer: Trainer, known: LossScaling | None) -> LossScaling | Non
     plugin, device = trainer.precision_plugin, trainer.strategy.root_device
     if not isinstance(plugin, MixedPrecision) or plugin.scaler is None:
         return None
-    if known is not None and known.plugin is plugin and known.scaler is plugin.scaler and known.device == device:
-        known.forget_all_but(trainer.strategy._optimizers)
-        return known
-    return LossScaling(plugin, device)
+    if known is None or known.plugin is not plugin or known.scaler is not plugin.scaler or known.device != device:
+        known = LossScaling(plugin, device)
+    known.forget_all_but(trainer.strategy._optimizers)
+    captures = trainer.fit_loop.epoch_loop.captures
+    known.lowered = captures is not None and captures.capture == "compile"
+    return known
 
 
 def scaler_reason(plugin: Precision, device: torch.device) -> FallbackReason | None:
