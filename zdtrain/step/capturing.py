@@ -1,7 +1,7 @@
 """The life of a step's programs: warm up on real batches, watch, record, verify, replay."""
 
-import time
 from collections.abc import Callable, Hashable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class Capturing(Watching):
         host = HostState(around)
         saved = Saved(around.tensors(self._tensor_leaves), session.runtime)
         batch = self._batch
-        start = time.perf_counter()
+        start = perf_counter()
         recorder = Recorder(around, carried)
 
         def recorded() -> list[Any]:
@@ -127,7 +127,7 @@ class Capturing(Watching):
         entry.verified_in = None
         entry.operations, entry.includes_optimizer = len(program), bool(covers)
         entry.captures += 1
-        entry.capture_seconds += time.perf_counter() - start
+        entry.capture_seconds += perf_counter() - start
         if isinstance(program, GraphProgram):
             host.restore()
             saved.restore()  # what lies on the host is not captured but done
@@ -192,7 +192,7 @@ class Capturing(Watching):
     def _verify(self, entry: Entry, recording: Recording, region: Region) -> None:
         """Run the program, take it back, run the region eagerly and compare."""
         session, around = self._session, self._surroundings
-        start = time.perf_counter()
+        start = perf_counter()
         recording.prepare()
         inputs = self._inputs(entry)
         saved, host = Saved(around.tensors(self._tensor_leaves), session.runtime), HostState(around)
@@ -204,16 +204,16 @@ class Capturing(Watching):
             session.refuse(entry, [failure("running the program failed", error)])
             return
         if entry.verifications == 0:  # lowering is done at the first run
-            entry.capture_seconds += time.perf_counter() - start
-            start = time.perf_counter()
+            entry.capture_seconds += perf_counter() - start
+            start = perf_counter()
         got = Saved({**around.tensors(self._tensor_leaves), **recording.named(outputs)}, session.runtime)
         saved.restore()
         looks = self._looks()
         states = looks.states()
-        before_region = time.perf_counter()
+        before_region = perf_counter()
         self._eagerly(region)
         self._results.commit()
-        region_seconds = time.perf_counter() - before_region
+        region_seconds = perf_counter() - before_region
         exact = session.capture != "compile" and recording.exact
         mismatch = self._mismatch(got, exact=exact)
         if mismatch is not None and exact and session.device_graphs and not self._repeats(region, saved, host):
@@ -221,7 +221,7 @@ class Capturing(Watching):
         entry.verified_in = self._round
         entry.verifications += 1
         entry.verification = str(mismatch or ("equal" if exact else "within tolerance"))
-        entry.verify_seconds += time.perf_counter() - start - region_seconds
+        entry.verify_seconds += perf_counter() - start - region_seconds
         if mismatch is not None:
             what = f"the program and an eager step from the same state disagree: {mismatch}"
             session.refuse(entry, [FallbackReason(code="verification", message=what)])

@@ -1,8 +1,8 @@
 """Several training steps per replay: one program runs them, and each then takes its turn on the host."""
 
-import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -214,7 +214,7 @@ class SeveralSteps:
     def _launch(self, block: Block, batches: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor | None]) -> None:
         """Run the program, for good or to compare it."""
         entry, session, around = block.entry, self._session, self._step._surroundings
-        start = time.perf_counter()
+        start = perf_counter()
         leaves = [leaf for batch in batches for leaf in batch]
         compares = session.verify and entry.verified_in != self._trainer.current_epoch
         tensors = {**around.tensors(leaves), **self._around.counters()}
@@ -233,9 +233,9 @@ class SeveralSteps:
             done = block.steps.recordings[-1].named_places(left.gradients, left.shares[-1].carried)
             block.got = Saved({**around.tensors(leaves), **done}, session.runtime)
             saved.restore()
-            entry.verify_seconds += time.perf_counter() - start
+            entry.verify_seconds += perf_counter() - start
         elif saved is not None:
-            entry.capture_seconds += time.perf_counter() - start
+            entry.capture_seconds += perf_counter() - start
         block.left = left
 
     # Every step of it has its turn.
@@ -284,7 +284,7 @@ class SeveralSteps:
         step._entry = None
         session.steps_eager += 1
         outputs = EagerStep.run(step, batch, batch_idx, accumulate)
-        start = time.perf_counter()
+        start = perf_counter()
         step._results.commit()
         exact = session.capture != "compile" and all(recording.exact for recording in block.steps.recordings)
         share = left.shares[block.index]
@@ -303,7 +303,7 @@ class SeveralSteps:
             block.mismatches.append(found)
         if block.index == self._count - 1:
             self._judge(block, "equal" if exact else "within tolerance")
-        block.entry.verify_seconds += time.perf_counter() - start
+        block.entry.verify_seconds += perf_counter() - start
         return outputs
 
     def _judge(self, block: Block, agreement: str) -> None:
