@@ -1,6 +1,7 @@
 """Updates written for programs compute the very bits of torch's own optimizers."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -78,6 +79,19 @@ def test_an_update_by_rule_leaves_the_bits_and_the_state_of_the_optimizer(kind, 
 def test_parameters_that_were_frozen_for_a_while_keep_counts_of_their_own(kind, options):
     runs = [train(kind, options, torch.float32, by_rule=by_rule, frozen={3, 4}) for by_rule in (False, True)]
     assert_equal(*runs, "run")
+
+
+def test_a_pickled_part_starts_anew():
+    optimizer = Adam(parameters(torch.float32))
+    part = inside(optimizer, lowered=False)
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    with part.recording():
+        optimizer.step()
+    again = pickle.loads(pickle.dumps(part))
+    assert isinstance(again, InsideByRule)
+    assert again.exact
 
 
 def test_nothing_of_the_update_stays_in_the_optimizer():

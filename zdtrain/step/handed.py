@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zdtrain.device import is_capturing
 from zdtrain.errors import FallbackReason
-from zdtrain.step.updates import Rule
+from zdtrain.step.updates import RULES, Rule
 
 MAX_CALLS = 8  # of one optimizer's step in a training step, for which numbers have room
 DTYPES = (torch.float32, torch.float64)  # for which handed-over numbers round as Python's do
@@ -88,20 +89,22 @@ class InsideByRule:
     optimizer all the time, and hold what its own step would have left there.
 
     Args:
-        optimizer: The optimizer.
-        rule: Its update.
+        optimizer: The optimizer, of one of the kinds in `RULES`.
         exact: The update computes the same bits as the optimizer does.
     """
 
-    def __init__(self, optimizer: Optimizer, rule: Rule, *, exact: bool) -> None:
+    def __init__(self, optimizer: Optimizer, *, exact: bool) -> None:
         self.exact = exact
         self.refusal: FallbackReason | None = None
         self._optimizer = optimizer
-        self._rule = rule
+        self._rule = RULES[type(optimizer)]
         self._known: dict[Hashable, Handover] = {}
         self._rooms: dict[Hashable, tuple[Tensor, Tensor]] = {}  # by index of the group and layout
         self._taken: list[list[Handover]] = []  # by call of `step`
         self._step: Callable[..., Any] = optimizer.step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(InsideByRule, exact=self.exact), (self._optimizer,)  # the rest is addresses of this process
 
     def key(self) -> Hashable:
         """Return what a program holds by value, and where the state lies; numbers count by being zero or not."""

@@ -192,7 +192,7 @@ def _by_rule(optimizer: Optimizer, *, on_host: bool, lowered: bool) -> Inside | 
         return steps_outside(f"{kind.__name__} has foreach=True or fused=True, which rounds in another order")
     if kind is ASGD and not on_host:
         return steps_outside("ASGD counts on the device")
-    return InsideByRule(optimizer, RULES[kind], exact=on_host and not lowered)
+    return InsideByRule(optimizer, exact=on_host and not lowered)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

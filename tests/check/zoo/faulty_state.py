@@ -308,6 +308,13 @@ class UsesLBFGS(Base):
         return torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=2)
 
 
+class AdamWithStepHook(Base):
+    def configure_optimizers(self) -> Any:  # fault
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        optimizer.register_step_post_hook(lambda *arguments: None)
+        return optimizer
+
+
 class ManualWithHookedAdam(ManualTwoOptimizers):
     def configure_optimizers(self) -> Any:  # fault
         optimizers = [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.net, self.discriminator)]
@@ -349,6 +356,7 @@ CASES = [
     _fault(ReplacesLearningRate, "lr-replaced"),
     Case(make=FillsLearningRate),
     _fault(StepsScheduler, "scheduler-by-hand"),
+    Case(make=AdamWithStepHook, notes=frozenset({"optimizer-outside"})),
     _fault(ManualWithHookedAdam, "optimizer-by-hand"),
     _fault(ListMetric, "metric-list-state"),
     _fault(UsesLBFGS, "optimizer-not-capturable", "library-host-read", verdict="capturable"),
