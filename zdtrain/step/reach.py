@@ -84,6 +84,9 @@ class Reach:
         self._before: dict[Hashable, Hashable] = {}
         self._watch: Watch | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Reach, (self._trainer,)  # code that ran in this process cannot be pickled
+
     def __len__(self) -> int:
         return len(self._roots)
 
