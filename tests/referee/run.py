@@ -142,7 +142,7 @@ def run_target(target: str, *, tests: Path, out: Path, trainer: str) -> Counts:
         "no:cacheprovider",
     ]
     command += [f"--ignore=tests_pytorch/{path}" for path in LEFT_OUT]
-    command += [f"--deselect=tests_pytorch/{test}" for test in deselected()]
+    command += [f"--deselect=tests/tests_pytorch/{test}" for test in deselected()]  # below the root of the checkout
     with open(out / f"{stem}.log", "w") as log:
         # A session of its own: Lightning's signal tests signal their process group.
         subprocess.run(
