@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
+from zdtrain.errors import FallbackReason
+from zdtrain.optim import SimpleAdam
 from zdtrain.step.handed import InsideByRule
 from zdtrain.step.optimizers import inside
 
@@ -102,3 +104,11 @@ def test_nothing_of_the_update_stays_in_the_optimizer():
         assert optimizer.step.__func__ is not Adam.step
     assert {name: value for name, value in vars(optimizer).items() if name != "state"} == before
     assert optimizer.step.__func__ is Adam.step
+
+
+@pytest.mark.parametrize("kind", [Adam, SimpleAdam])
+def test_a_step_that_somebody_replaced_is_called_and_not_recorded(monkeypatch, kind):
+    optimizer = kind(parameters(torch.float32), lr=0.1)
+    assert not isinstance(inside(optimizer, lowered=False), FallbackReason)
+    monkeypatch.setattr(kind, "step", lambda self, closure=None: None)
+    assert "another step in its place" in inside(optimizer, lowered=False).message

@@ -1,5 +1,6 @@
 """Which optimizers' updates a program can hold, and what has to be arranged for that."""
 
+import inspect
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 from zdtrain.errors import FallbackReason
 from zdtrain.optim import SimpleAdam
 from zdtrain.optim.groups import hyperparameter_tensors
+from zdtrain.source.location import frame_kind
 from zdtrain.step.handed import DTYPES, InsideByRule, steps_outside
 from zdtrain.step.key import frozen
 from zdtrain.step.updates import RULES
@@ -160,7 +162,7 @@ def inside(optimizer: Optimizer, *, lowered: bool) -> Inside | FallbackReason:
     kind = type(optimizer)
     name = kind.__name__
     if has_step_hooks(optimizer):
-        return steps_outside(f"{name} has hooks on its step, which have to be called")
+        return steps_outside(f"{name} has hooks on its step or another step in its place, which have to be called")
     if kind is SimpleAdam:
         return InsideSimpleAdam(optimizer, lowered=lowered)  # type: ignore[arg-type]
     if kind not in RULES:
@@ -233,8 +235,10 @@ def schedule_state(scheduler: Any) -> Hashable:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether anybody but a learning-rate scheduler is to be told of the optimizer's steps."""
+    """Return whether anybody but a learning-rate scheduler is to be told of the optimizer's steps, or replaced them."""
     patched = "step" in optimizer.__dict__ and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
+    patched = patched or code is None or frame_kind(code.co_filename) != "library"
     hooks: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     everywhere = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
     return patched or any(hooks) or any(everywhere)
