@@ -140,9 +140,9 @@ class RowListener:
             layout: What the columns mean.
             stamps: What the host knows of the rows.
         """
-        for stamp in stamps:
+        for fresh in {stamp.fresh for stamp in stamps}:
             for names in (layout.metrics, layout.names):
-                self.seen.update(name for name, new in zip(names, stamp.fresh, strict=True) if new)
+                self.seen.update(name for name, new in zip(names, fresh, strict=True) if new)
         self.seen.update(self._extras)
         if not self._watching:
             return

@@ -8,7 +8,7 @@ from torch._utils import _flatten_dense_tensors
 
 from zdtrain.optim.updates import LOW_PRECISION
 
-SMALL = 16_384  # elements
+SMALL = 16_384  # elements; copying fewer costs less than an operation
 EPS = 1e-6  # the same guard as torch.nn.utils.clip_grad_norm_
 
 
@@ -28,22 +28,19 @@ def total_norm(grads: list[Tensor]) -> Tensor:
     norms: list[Tensor] = []
     for dtype in dict.fromkeys([grad.dtype for grad in grads]):
         accumulate = torch.float32 if dtype in LOW_PRECISION else dtype
-        large: list[Tensor] = []
+        same = [grad for grad in grads if grad.dtype is dtype]
         small: list[Tensor] = []
-        for grad in grads:
-            if grad.dtype is dtype:
-                (small if _is_small(grad) else large).append(grad)
+        if same[0].is_cpu and type(same[0]) is Tensor:  # a CPU norms one tensor after the other
+            small = [grad for grad in same if grad.numel() <= SMALL]
         if small:
             norms.append(torch.linalg.vector_norm(_flatten_dense_tensors(small), dtype=accumulate))
-        if large:
+        if len(small) < len(same):
+            large = [grad for grad in same if grad.numel() > SMALL] if small else same
             norms.extend(torch._foreach_norm(large, 2, dtype=accumulate))
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-    return total.full_tensor() if hasattr(total, "full_tensor") else total  # a DTensor's norm is spread over ranks
-
-
-def _is_small(grad: Tensor) -> bool:
-    """Return whether an operation on `grad` costs more than copying it: a CPU norms one tensor after the other."""
-    return grad.is_cpu and type(grad) is Tensor and grad.numel() <= SMALL
+    if type(total) is not Tensor and hasattr(total, "full_tensor"):  # a DTensor's norm is spread over ranks
+        total = total.full_tensor()
+    return total
 
 
 def clip_divisor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
