@@ -157,6 +157,7 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
                 return super()._run_stage()
         finally:
             self._connector.flush()  # nothing that a finished step logged is lost, whatever ended the stage
+            self.fit_loop.epoch_loop.plan = None  # nothing of the steps is kept, nor pickled
 
 
 def _joint_signature() -> inspect.Signature:
