@@ -244,6 +244,10 @@ def test_the_first_mismatch_says_what_and_by_how_much():
     near = {**want, "a": torch.tensor([1.0, 1.0 + 1e-6])}
     assert first_mismatch(want, near, exact=True) is not None
     assert first_mismatch(want, near, exact=False) is None
+    widened = {"a": torch.ones(4), "b": torch.tensor([1.0, float("nan")], dtype=torch.float64)}  # of a float32 value
+    apart = {"a": torch.ones(4), "b": widened["b"] + 2e-7}
+    assert first_mismatch(widened, apart, exact=False) is None
+    assert "by up to 2e-07" in str(first_mismatch({"b": widened["b"]}, {"b": apart["b"]}, exact=False))
     assert "missing" in str(first_mismatch(want, {"a": want["a"]}, exact=True))
     assert "(1, 2)" in str(first_mismatch(want, {**want, "a": torch.ones(1, 2)}, exact=True))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from zdtrain.monitors import NonFinite
+from zdtrain.monitors import NonFinite, Spike, Threshold
 
 from .runs import Net, loader, run
 
@@ -15,6 +15,14 @@ class Smooth(Net):
     def __init__(self):
         super().__init__("SGD")
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+@pytest.mark.slow
+def test_a_norm_and_a_running_mean_are_lowered_with_the_step():
+    monitors = [Threshold("grad_norm", above=1e9, then="clip"), Spike("loss", factor=1e6, then="skip")]
+    lowered = run(Smooth(), loader(30), monitors=monitors, capture="compile")
+    assert not lowered.capture_report.fallbacks
+    assert lowered.capture_report.steps_replayed > 20
 
 
 @pytest.mark.parametrize(("then", "steps", "skipped"), [("skip", 30, 1), ("stop", 17, 0)])
