@@ -4,8 +4,9 @@ Root names load on first use (PEP 562), so that ``import zdtrain.optim`` does no
 ``import zdtrain.lint`` does not import torch.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from zdtrain.lazy import lazily
 
 if TYPE_CHECKING:
     from zdtrain.marks import only_reads as only_reads
@@ -18,12 +19,4 @@ _LAZY = {"DeviceScalars": "zdtrain.scalars", "Trainer": "zdtrain.trainer", "only
 
 __all__ = ["DeviceScalars", "Trainer", "__version__", "only_reads"]
 
-
-def __getattr__(name: str) -> object:
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'zdtrain' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+__getattr__, __dir__ = lazily(__name__, _LAZY)

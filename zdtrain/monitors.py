@@ -5,8 +5,9 @@ Example::
     Trainer(monitors=[Threshold("loss", above=100.0, then="stop"), NonFinite("loss", then="skip")])
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from zdtrain.lazy import lazily
 
 if TYPE_CHECKING:
     from zdtrain.monitor.base import Monitor as Monitor
@@ -21,26 +22,18 @@ if TYPE_CHECKING:
     from zdtrain.monitor.statistics import Statistics as Statistics
 
 _LAZY = {
-    "Monitor": "base",
-    "MonitorEvent": "events",
-    "MonitorWarning": "events",
-    "NonFinite": "conditions",
-    "Plateau": "conditions",
-    "Row": "events",
-    "Spike": "conditions",
-    "Statistics": "statistics",
-    "Threshold": "conditions",
-    "When": "functions",
+    "Monitor": "zdtrain.monitor.base",
+    "MonitorEvent": "zdtrain.monitor.events",
+    "MonitorWarning": "zdtrain.monitor.events",
+    "NonFinite": "zdtrain.monitor.conditions",
+    "Plateau": "zdtrain.monitor.conditions",
+    "Row": "zdtrain.monitor.events",
+    "Spike": "zdtrain.monitor.conditions",
+    "Statistics": "zdtrain.monitor.statistics",
+    "Threshold": "zdtrain.monitor.conditions",
+    "When": "zdtrain.monitor.functions",
 }
 
 __all__ = sorted(_LAZY)
 
-
-def __getattr__(name: str) -> object:
-    if name in _LAZY:
-        return getattr(import_module(f"zdtrain.monitor.{_LAZY[name]}"), name)
-    raise AttributeError(f"module 'zdtrain.monitors' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+__getattr__, __dir__ = lazily(__name__, _LAZY)

@@ -1,11 +1,8 @@
 """Run the same training with stock Lightning's Trainer and with zdtrain's, and compare all that is left of it."""
 
-import logging
 import math
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zdtrain
+from zdtrain.quiet import quiet
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -157,20 +155,6 @@ def copy_of(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-@contextmanager
-def unheard() -> Iterator[None]:
-    """Run the body without Lightning's advice."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
 def fit(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
     return trainer.fit(module)
 
@@ -190,7 +174,7 @@ def run(
     torch.manual_seed(7)
     model = module()
     error = result = None
-    with unheard():
+    with quiet():
         trainer = make_trainer(
             **{
                 **QUIET,

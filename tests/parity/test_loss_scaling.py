@@ -10,8 +10,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import zdtrain
-from tests.parity.harness import QUIET, Net, assert_parity, loader, unheard
+from tests.parity.harness import QUIET, Net, assert_parity, loader
 from zdtrain.optim import SimpleAdam
+from zdtrain.quiet import quiet
 
 OVERFLOWS = frozenset({0, 1, 4, 7})
 
@@ -281,7 +282,7 @@ class Last(Callback):
 def train(make_trainer, folder, name, *, resume=None, epochs=2):
     torch.manual_seed(7)
     module = with_optimizer(OPTIMIZERS[name])()
-    with unheard():
+    with quiet():
         trainer = make_trainer(
             **{**QUIET, "default_root_dir": folder, "logger": False, "max_epochs": epochs, "callbacks": [Last()]},
             plugins=half(),

@@ -1,8 +1,6 @@
 """``zdtrain check CONFIG.yaml``: run a few steps of what a config describes, on a simulated device."""
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
 from zdtrain.check.api import MIN_STEPS, check_configured
@@ -91,8 +89,6 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: the config or an option cannot be used.
     """
-    if os.getcwd() not in sys.path:  # class paths name modules of the working directory, as with `python -m`
-        sys.path.insert(0, os.getcwd())
     try:
         options, config_args = _parser().parse_known_args(argv)
         report = _check(options, config_args)

@@ -3,11 +3,9 @@
 import contextlib
 import copy
 import gc
-import logging
 import os
 import random
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +24,7 @@ from zdtrain.check.shadow import ShadowDevice
 from zdtrain.check.shapes import ModulePath
 from zdtrain.errors import ConfigError
 from zdtrain.loop.run_scalars import run_scalars
+from zdtrain.quiet import quiet
 from zdtrain.source.location import frame_kind
 
 _SERVED_CALLBACKS = (Checkpoint, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar)
@@ -75,22 +74,6 @@ class Plan:
     """Options for the Trainer; those in `FIXED_OPTIONS` are overruled."""
     shapes: bool = False
     """Whether to keep the table of intermediate tensors."""
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence Lightning's messages: they are about a run that is not the user's."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -13,9 +13,10 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zdtrain.check.driver import leaving_no_trace, make_trainer, quiet, split_callbacks
+from zdtrain.check.driver import leaving_no_trace, make_trainer, split_callbacks
 from zdtrain.check.findings import Finding, make_finding
 from zdtrain.check.report import CheckReport
+from zdtrain.quiet import quiet
 from zdtrain.source.location import Location, locate
 
 Place = tuple[str, int]

@@ -3,16 +3,11 @@
 import argparse
 import copy
 import json
-import logging
 import math
 import os
 import statistics
-import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +23,7 @@ from zdtrain.cli.configured import ConfiguredRun
 from zdtrain.config import CAPTURE_VARIABLE, Capture
 from zdtrain.device import Runtime, runtime_for
 from zdtrain.errors import ConfigError
+from zdtrain.quiet import quiet
 from zdtrain.records.environment import describe_environment
 from zdtrain.trainer import Trainer
 
@@ -187,27 +183,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
 def main(argv: list[str]) -> int:
     """Measure what a config describes.
 
     Raises:
         ConfigError: the config or an option cannot be used.
     """
-    if os.getcwd() not in sys.path:  # class paths name modules of the working directory, as with `python -m`
-        sys.path.insert(0, os.getcwd())
     try:
         options, config_args = _parser().parse_known_args(argv)
     except SystemExit as stop:  # argparse: help, or an error that it has printed
@@ -221,7 +202,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{CAPTURE_VARIABLE}={os.environ[CAPTURE_VARIABLE]!r} captures all rungs alike: unset it")
     names = list(dict.fromkeys(["lightning", *options.rungs]))
     bench = Bench(ConfiguredRun(config_args), warmup=options.warmup, steps=options.steps)
-    with _quiet():
+    with quiet():
         rungs = bench.ladder(names, options.rounds)
     print(table(rungs))
     if bench.left_out:

@@ -53,8 +53,6 @@ def predict(argv: list[str]) -> int:
 
 
 def _run(subcommand: str, argv: list[str]) -> int:
-    if os.getcwd() not in sys.path:  # class paths name modules of the working directory, as with `python -m`
-        sys.path.insert(0, os.getcwd())
     try:
         TrainingCLI([subcommand, *configs_first(argv)])
     except ConfigError:
@@ -86,6 +84,8 @@ class TrainingCLI(LightningCLI):
     """
 
     def __init__(self, args: list[str]) -> None:
+        if os.getcwd() not in sys.path:  # class paths name modules of the working directory, as with `python -m`
+            sys.path.insert(0, os.getcwd())
         super().__init__(
             trainer_class=Trainer,
             trainer_defaults={"records": True},

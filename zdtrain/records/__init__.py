@@ -3,8 +3,9 @@
 Names load on first use, so that the record types can be imported without lightning.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from zdtrain.lazy import lazily
 
 if TYPE_CHECKING:
     from zdtrain.records.reader import Run as Run
@@ -17,24 +18,16 @@ if TYPE_CHECKING:
     from zdtrain.records.types import StepRecord as StepRecord
 
 _LAZY = {
-    "RecordCallback": "recorder",
-    "RecordError": "types",
-    "RecordWarning": "types",
-    "Run": "reader",
-    "RunRecorder": "recorder",
-    "StepRecord": "types",
-    "find_runs": "reader",
-    "load_run": "reader",
+    "RecordCallback": "zdtrain.records.recorder",
+    "RecordError": "zdtrain.records.types",
+    "RecordWarning": "zdtrain.records.types",
+    "Run": "zdtrain.records.reader",
+    "RunRecorder": "zdtrain.records.recorder",
+    "StepRecord": "zdtrain.records.types",
+    "find_runs": "zdtrain.records.reader",
+    "load_run": "zdtrain.records.reader",
 }
 
 __all__ = sorted(_LAZY)
 
-
-def __getattr__(name: str) -> object:
-    if name in _LAZY:
-        return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
-    raise AttributeError(f"module 'zdtrain.records' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+__getattr__, __dir__ = lazily(__name__, _LAZY)
