@@ -251,7 +251,7 @@ HOST_MODULES = (
     "torch.serialization.",
 )
 # torch.<name> that make a tensor out of nothing: in host memory unless `device` is given.
-FACTORIES = frozenset(
+COMMON_FACTORIES = frozenset(
     [
         "tensor",
         "zeros",
@@ -263,9 +263,13 @@ FACTORIES = frozenset(
         "randperm",
         "arange",
         "linspace",
-        "logspace",
         "eye",
         "empty",
+    ]
+)
+FACTORIES = COMMON_FACTORIES | frozenset(
+    [
+        "logspace",
         "as_tensor",
         "scalar_tensor",
         "normal",

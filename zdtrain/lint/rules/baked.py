@@ -5,7 +5,7 @@ import ast
 
 from zdtrain.lint import kinds as k
 from zdtrain.lint.expressions import Walk
-from zdtrain.lint.rules.base import CaptureRule, short
+from zdtrain.lint.rules.base import CaptureRule, owner_of, short
 
 
 class StepCounter(CaptureRule):
@@ -133,7 +133,7 @@ class PythonState(CaptureRule):
             flow.report(self, target, f"`self.{target.attr}` is not updated by a replayed step; use a buffer in place")
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
-        owner = getattr(node.func, "value", None)
+        owner = owner_of(node)
         if isinstance(owner, ast.Attribute) and flow.is_self(owner.value) and not flow.kind(owner) & k.MODULE:
             flow.report(self, node, f"`self.{owner.attr}.{name}` does not run when a step is replayed; use self.log")
 

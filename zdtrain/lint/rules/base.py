@@ -169,6 +169,11 @@ class Rules:
         return [rule for rule in self.selected if getattr(type(rule), name) is not getattr(Rule, name)]
 
 
+def owner_of(node: ast.Call) -> ast.expr | None:
+    """What a method is called on; None for a function."""
+    return node.func.value if isinstance(node.func, ast.Attribute) else None
+
+
 def replaced(node: ast.expr, text: str) -> tuple[Edit, ...]:
     """The edit that puts `text` in the place of an expression."""
     return (Edit(node.lineno, node.col_offset, node.end_lineno or node.lineno, node.end_col_offset or 0, text),)

@@ -7,7 +7,7 @@ from zdtrain.lint import kinds as k
 from zdtrain.lint.expressions import Walk
 from zdtrain.lint.finding import Edit, Severity
 from zdtrain.lint.infer import is_constant, keyword, names_cpu, names_device
-from zdtrain.lint.rules.base import Rule, Scope, replaced, short
+from zdtrain.lint.rules.base import Rule, Scope, owner_of, replaced, short
 
 _CUDA_TYPES = tuple(f"torch.cuda.{name}Tensor" for name in ("Float", "Double", "Half", "Long", "Int", "Bool", "Byte"))
 
@@ -264,7 +264,7 @@ class LoggedNumber(Rule):
     methods = ("log",)
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
-        owner = getattr(node.func, "value", None)
+        owner = owner_of(node)
         value = node.args[1] if len(node.args) > 1 else keyword(node, "value")
         if owner is None or value is None or not flow.is_self(owner) or not flow.kind(value) & k.VALUE:
             return

@@ -6,7 +6,7 @@ import ast
 from zdtrain.lint import kinds as k
 from zdtrain.lint.expressions import Walk
 from zdtrain.lint.infer import is_constant, keyword
-from zdtrain.lint.rules.base import Rule, short
+from zdtrain.lint.rules.base import Rule, owner_of, short
 
 
 class DeviceSynchronize(Rule):
@@ -199,7 +199,7 @@ class DataDependentShape(Rule):
             counts = node.args[1] if len(node.args) > 1 else keyword(node, "repeats")
             if counts is None or keyword(node, "output_size") or not k.is_device_tensor(flow.kind(counts)):
                 return
-        subject = node.args[0] if "." in name and node.args else getattr(node.func, "value", None)
+        subject = node.args[0] if "." in name and node.args else owner_of(node)
         kind = flow.kind(subject) if subject is not None else k.UNKNOWN
         if kind & (k.ON_HOST | k.VALUE) or (last in ("unique", "nonzero") and "." not in name and not kind & k.TENSOR):
             return
@@ -256,7 +256,7 @@ class TensorEquality(Rule):
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
         if "." not in name:
-            owner = getattr(node.func, "value", None)
+            owner = owner_of(node)
             if owner is None or not k.is_device_tensor(flow.kind(owner)):
                 return
         flow.report(self, node, f"`{name}` returns a Python bool, which is a host read; use `(a == b).all()`")

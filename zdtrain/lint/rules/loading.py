@@ -7,7 +7,7 @@ from zdtrain.lint.expressions import Walk
 from zdtrain.lint.finding import Severity
 from zdtrain.lint.heat import Heat, is_evaluation, is_loader_loop
 from zdtrain.lint.infer import is_constant, keyword
-from zdtrain.lint.rules.base import AnywhereRule, Rule, Scope, short
+from zdtrain.lint.rules.base import AnywhereRule, Rule, Scope, owner_of, short
 from zdtrain.lint.source import Function
 
 
@@ -112,7 +112,7 @@ class EvalLeftOn(AnywhereRule):
     methods = ("eval",)
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
-        owner = getattr(node.func, "value", None)
+        owner = owner_of(node)
         if not isinstance(owner, ast.Name | ast.Attribute):
             return  # a copy, `deepcopy(model).eval()`
         if not flow.in_step_loop or not flow.loops or node.args or flow.place.heat(Heat.COLD) is not Heat.GATED:

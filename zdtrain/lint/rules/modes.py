@@ -7,7 +7,7 @@ from zdtrain.lint import kinds as k
 from zdtrain.lint.expressions import Walk
 from zdtrain.lint.finding import Severity
 from zdtrain.lint.infer import is_constant, keyword
-from zdtrain.lint.rules.base import Rule, Scope, short
+from zdtrain.lint.rules.base import Rule, Scope, owner_of, short
 
 
 class ScalerStep(Rule):
@@ -51,7 +51,7 @@ class ScalerStep(Rule):
     methods = ("step",)
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
-        owner = getattr(node.func, "value", None)
+        owner = owner_of(node)
         if owner is not None and flow.kind(owner) & k.SCALER:
             flow.report(self, node, f"`{short(owner)}.step` reads its overflow flag unless the optimizer is fused")
 

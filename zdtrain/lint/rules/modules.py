@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from zdtrain.lint import kinds as k
 from zdtrain.lint.expressions import Walk
 from zdtrain.lint.finding import Severity
-from zdtrain.lint.rules.base import AnywhereRule, Scope, short
+from zdtrain.lint.rules.base import AnywhereRule, Scope, owner_of, short
 from zdtrain.lint.source import Function
 
 
@@ -168,7 +168,7 @@ class KeptGraph(AnywhereRule):
             )
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
-        owner = getattr(node.func, "value", None)
+        owner = owner_of(node)
         if owner is not None and len(node.args) == 1 and self._is_kept(owner, node.args[0], flow):
             flow.report(
                 self, node, f"`{short(owner)}` keeps the graph of every step; append `{short(node.args[0])}.detach()`"

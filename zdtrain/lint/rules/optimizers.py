@@ -7,7 +7,7 @@ from zdtrain.lint import kinds as k
 from zdtrain.lint.expressions import Walk
 from zdtrain.lint.finding import Severity
 from zdtrain.lint.infer import is_constant, keyword
-from zdtrain.lint.rules.base import Rule, Scope, short
+from zdtrain.lint.rules.base import Rule, Scope, owner_of, short
 from zdtrain.lint.source import Function
 
 _HYPERPARAMETERS = frozenset({"lr", "weight_decay", "momentum", "betas", "eps"})
@@ -186,7 +186,7 @@ class PlateauRead(Rule):
     methods = ("step",)
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
-        owner = getattr(node.func, "value", None)
+        owner = owner_of(node)
         if owner is None or not (flow.kind(owner) & k.SCHEDULER or "sched" in short(owner).lower()):
             return
         if node.args and k.is_device_value(flow.kind(node.args[0])):

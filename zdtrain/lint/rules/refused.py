@@ -6,7 +6,7 @@ import ast
 from zdtrain.lint import kinds as k
 from zdtrain.lint.expressions import Walk
 from zdtrain.lint.infer import is_constant, keyword
-from zdtrain.lint.rules.base import CaptureRule, short
+from zdtrain.lint.rules.base import CaptureRule, owner_of, short
 
 
 class InputOutput(CaptureRule):
@@ -203,7 +203,7 @@ class ModeFlip(CaptureRule):
     methods = ("train", "eval", "requires_grad_")
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
-        owner = getattr(node.func, "value", None)
+        owner = owner_of(node)
         if owner is not None and (flow.kind(owner) & k.MODULE or flow.is_self(owner)):
             flow.report(self, node, f"`{short(owner)}.{name}()` in the step is frozen by a capture; set it outside")
 

@@ -7,25 +7,7 @@ from zdtrain.lint import kinds as k
 from zdtrain.lint.expressions import Walk
 from zdtrain.lint.finding import Edit, Severity
 from zdtrain.lint.infer import is_constant, keyword
-from zdtrain.lint.rules.base import Rule, Scope, replaced, short
-
-_FACTORIES = tuple(
-    f"torch.{name}"
-    for name in (
-        "tensor",
-        "zeros",
-        "ones",
-        "full",
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "arange",
-        "linspace",
-        "eye",
-        "empty",
-    )
-)
+from zdtrain.lint.rules.base import Rule, Scope, owner_of, replaced, short
 
 
 class HostConstant(Rule):
@@ -59,7 +41,7 @@ class HostConstant(Rule):
     name = "host-constant"
     severity = Severity.WARNING
     scope = Scope.STEP
-    functions = _FACTORIES
+    functions = tuple(f"torch.{name}" for name in sorted(k.COMMON_FACTORIES))
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
         if any(item.arg in ("device", "out", None) for item in node.keywords):
@@ -282,7 +264,7 @@ class ParameterMoved(Rule):
     triggers = (r"Parameter\(", "requires_grad=True")
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
-        made = getattr(node.func, "value", None)
+        made = owner_of(node)
         if not isinstance(made, ast.Call):
             return
         is_parameter = flow.dotted(made.func) in ("torch.nn.Parameter", "torch.nn.parameter.Parameter")
@@ -321,7 +303,7 @@ class UnreducedLoss(Rule):
     triggers = ("reduction=[\"']none",)
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
-        owner = getattr(node.func, "value", None)
+        owner = owner_of(node)
         if owner is not None and not node.args and flow.kind(owner) & k.UNREDUCED:
             flow.report(self, node, f"`{short(owner)}` is not 0-D; reduce it first, for example `.mean()`")
 

@@ -6,7 +6,7 @@ import ast
 from zdtrain.lint import kinds as k
 from zdtrain.lint.expressions import Walk
 from zdtrain.lint.finding import Severity
-from zdtrain.lint.rules.base import Rule, Scope, StatementCall, short
+from zdtrain.lint.rules.base import Rule, Scope, StatementCall, owner_of, short
 
 
 def _is_optimizer(receiver: str) -> bool:
@@ -292,7 +292,7 @@ class ScalerNotUpdated(_OrderRule):
     methods = ("step",)
 
     def check_call(self, node: ast.Call, name: str, flow: Walk) -> None:
-        owner = getattr(node.func, "value", None)
+        owner = owner_of(node)
         if owner is None or not node.args:
             return
         text = short(owner, 200)
