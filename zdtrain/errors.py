@@ -19,6 +19,16 @@ class ZDTrainWarning(UserWarning):
     """Base of every warning that zdtrain gives."""
 
 
+def yaml_hint(value: object) -> str:
+    """Return what an error about `value` adds where YAML has read a number (``1e-3``) as text; else nothing."""
+    if isinstance(value, str):
+        try:
+            return f": YAML reads it as text, write {float(value)!r}"
+        except ValueError:
+            return ""
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FallbackReason:
     """Why a run uses a slower path than it could: a stable code for programs, a message for people."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zdtrain.errors import ConfigError
+from zdtrain.errors import ConfigError, yaml_hint
 
 _log = logging.getLogger(__name__)
 
@@ -270,17 +270,8 @@ def _declaration(name: str, value: Any) -> tuple[Value | Tensor, torch.dtype, to
         _check_shape(name, value)
         return value, value.dtype, value.device
     if type(value) not in _KINDS:
-        raise ConfigError(f"scalar {name!r} must be a float, int, bool or 0-D tensor, got {value!r}{_yaml_hint(value)}")
+        raise ConfigError(f"scalar {name!r} must be a float, int, bool or 0-D tensor, got {value!r}{yaml_hint(value)}")
     return value, _KINDS[type(value)], None
-
-
-def _yaml_hint(value: Any) -> str:
-    if isinstance(value, str):
-        try:
-            return f": YAML reads it as text, write {float(value)!r}"
-        except ValueError:
-            return ""
-    return ""
 
 
 def _check_shape(name: str, value: Tensor) -> None:
@@ -302,7 +293,7 @@ def _check_tensor(name: str, value: Tensor, scalar: Tensor) -> None:
 
 def _check_number(name: str, value: Any, dtype: torch.dtype) -> Value:
     if type(value) not in _KINDS:
-        raise ConfigError(f"scalar {name!r} must be a number or 0-D tensor, got {value!r}{_yaml_hint(value)}")
+        raise ConfigError(f"scalar {name!r} must be a number or 0-D tensor, got {value!r}{yaml_hint(value)}")
     given = _KINDS[type(value)]
     if dtype.is_floating_point:
         if given is torch.bool:

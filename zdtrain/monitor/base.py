@@ -8,7 +8,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from zdtrain.errors import ConfigError
+from zdtrain.errors import ConfigError, yaml_hint
 from zdtrain.monitor.events import Action, Number, Row, Then, nearest
 from zdtrain.monitor.gate import Timing
 
@@ -77,7 +77,7 @@ class Monitor:
                 raise ConfigError(f"{self._option}: {name} must be one number, got shape {tuple(value.shape)}.")
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{self._option}: {name}={value!r} is no number{_text_hint(value)}.")
+            raise ConfigError(f"{self._option}: {name}={value!r} is no number{yaml_hint(value)}.")
         if math.isnan(value):
             raise ConfigError(f"{self._option}: {name}=nan compares with nothing; use NonFinite to notice NaN.")
         tensor = torch.full((), float(value))  # shape=(), dtype=float32, device-resident
@@ -90,7 +90,7 @@ class Monitor:
         if isinstance(value, Tensor):
             tensor.copy_(value)
         elif isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{self._option}: {name}={value!r} is no number{_text_hint(value)}.")
+            raise ConfigError(f"{self._option}: {name}={value!r} is no number{yaml_hint(value)}.")
         else:
             tensor.fill_(value)
             self._shown[name] = value
@@ -132,12 +132,3 @@ def check_whole(option: str, name: str, value: Any, least: int) -> None:
 def plain(value: Any) -> str:
     """Return a number as people write it."""
     return f"{value:g}" if isinstance(value, int | float) else str(value)
-
-
-def _text_hint(value: Any) -> str:
-    if isinstance(value, str):
-        try:
-            return f": YAML reads it as text, write {float(value)!r}"
-        except ValueError:
-            return ""
-    return ""

@@ -5,6 +5,7 @@ import functools
 import inspect
 import re
 import textwrap
+from collections.abc import Iterator
 
 from zdtrain.source.location import NOWHERE, Location, frame_kind
 
@@ -54,15 +55,19 @@ class _AttributeUses(ast.NodeVisitor):
 
 def class_location(cls: type) -> Location:
     """Where a class of the user is defined; `NOWHERE` if none of its bases is the user's."""
+    return next((place for place, _ in _places(cls)), NOWHERE)
+
+
+def _places(cls: type) -> Iterator[tuple[Location, list[str]]]:
+    """Where a class and its bases are defined, as far as they are the user's, and their lines."""
     for base in cls.__mro__:
         try:
             file = inspect.getsourcefile(base)
-            _, line = inspect.getsourcelines(base)
+            lines, first = inspect.getsourcelines(base)
         except (TypeError, OSError):
             continue
         if file and frame_kind(file) in ("user", "third-party"):
-            return Location(file, line, base.__qualname__)
-    return NOWHERE
+            yield Location(file, first, base.__qualname__), lines
 
 
 @functools.lru_cache(maxsize=256)
@@ -78,19 +83,12 @@ def attribute_location(cls: type, name: str, *, outside_init: bool = False) -> L
         name: the attribute.
         outside_init: prefer a line outside ``__init__``.
     """
-    for base in cls.__mro__:
-        try:
-            file = inspect.getsourcefile(base)
-            source, first = inspect.getsourcelines(base)
-        except (TypeError, OSError):
-            continue
-        if not file or frame_kind(file) not in ("user", "third-party"):
-            continue
+    for place, lines in _places(cls):
         uses = _AttributeUses(name)
-        uses.visit(_parse("".join(source)))
+        uses.visit(_parse("".join(lines)))
         ordered = sorted(uses.lines, key=lambda use: (use[0] if outside_init else not use[0], use[1]))
         if ordered:
-            return Location(file, first + ordered[0][1] - 1, base.__qualname__)
+            return place._replace(line=place.line + ordered[0][1] - 1)
     return class_location(cls)
 
 
