@@ -115,6 +115,8 @@ CONTENDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "6 acting": lambda: {"monitors": acting()},
     "6 acting + records": lambda: {"monitors": acting(), "records": True},
     "ema": lambda: {"ema_decay": 0.99},
+    "captured": lambda: {"capture": "compile"},
+    "captured, 6 mixed + records": lambda: {"capture": "compile", "monitors": mixed(), "records": True},
 }
 
 
@@ -221,11 +223,11 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     optimizers = {"fused Adam": fused_adam, "SimpleAdam": partial(SimpleAdam)}
     result = {name: measure(options.rounds, options.steps, make, options.only) for name, make in optimizers.items()}
-    print(f"{'optimizer':12} {'contender':20} {'us/step':>9} {'x bare':>7}  (min-max)")
+    print(f"{'optimizer':12} {'contender':28} {'us/step':>9} {'x bare':>7}  (min-max)")
     for optimizer, by_name in result.items():
         for name, r in by_name.items():
             spread = f"({r['times_bare_min']:.2f}-{r['times_bare_max']:.2f})"
-            print(f"{optimizer:12} {name:20} {r['us_per_step']:9.1f} {r['times_bare']:7.2f}  {spread}")
+            print(f"{optimizer:12} {name:28} {r['us_per_step']:9.1f} {r['times_bare']:7.2f}  {spread}")
     flat = long_run(options.long) if options.long else None
     print(f"long run: {flat}")
     record = {
