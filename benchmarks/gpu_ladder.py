@@ -25,13 +25,11 @@ Not yet run on hardware; with --device cpu it is tested.
 import argparse
 import gc
 import json
-import logging
 import platform
 import random
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -50,6 +48,7 @@ from torch import Tensor, nn
 import zdtrain
 from zdtrain.device import Runtime, UnsupportedError, runtime_for
 from zdtrain.optim import SimpleAdam
+from zdtrain.quiet import quiet
 from zdtrain.scalars import DeviceScalars
 
 Batch = tuple[Tensor, Tensor]
@@ -449,13 +448,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(argv)
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {options.device}: torch {torch.__version__} finds no GPU; --device cpu tries it out")
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     size = Size(**{name: getattr(options, name) for name in asdict(Size())})
     device = Device(options.device)
     names = options.only or [*contenders(size, device)]
     if unknown := set(names) - {*contenders(size, device)}:
         parser.error(f"--only: no rung is called {', '.join(sorted(unknown))}; they are {[*contenders(size, device)]}")
+    with quiet():
+        measured = measure(size, device, names, rounds=options.rounds, steps=options.steps)
     result = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(device.device) if device.is_cuda else platform.processor() or "cpu",
@@ -467,7 +466,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "rounds": options.rounds,
         "steps": options.steps,
         "size": asdict(size),
-        **measure(size, device, names, rounds=options.rounds, steps=options.steps),
+        **measured,
     }
     show(result)
     options.out.parent.mkdir(parents=True, exist_ok=True)

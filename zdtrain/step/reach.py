@@ -120,10 +120,14 @@ class Reach:
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if event not in ("call", "c_call") or frame_kind(code.co_filename) not in ("user", "third-party"):
+        if event not in ("call", "c_call"):
+            return
+        kind = frame_kind(code.co_filename)
+        if kind not in ("user", "third-party"):
             return
         if event == "c_call":
-            self._note_call(frame, argument)
+            if kind == "user":  # others may be called by Python's garbage collector and not by the step
+                self._note_call(frame, argument)
         elif id(code) not in self._ran or code.co_freevars:
             self._ran.add(id(code))
             self._harvest(frame)
