@@ -33,7 +33,7 @@ wheel-check: $(VENV)/.dev
 	$(BIN)/python .ci/wheel_check.py dist/*.whl
 
 bench: $(VENV)/.examples
-	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python -m benchmarks.step_overhead
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

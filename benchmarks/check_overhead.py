@@ -6,23 +6,19 @@ CPU time of the process on one thread, medians of interleaved rounds, on the cle
 """
 
 import argparse
-import json
-import logging
-import platform
 import statistics
 import time
-import warnings
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
-import lightning
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from benchmarks.facts import save
 from tests.check.zoo import CLEAN, Case
 from zdtrain.check.api import Repeated
 from zdtrain.check.driver import Plan, run
+from zdtrain.quiet import quiet
 
 NUM_STEPS = 14
 NUM_WARMUP = 3
@@ -100,29 +96,19 @@ def measure(case: Case, num_rounds: int) -> dict[str, float]:
 def main(num_rounds: int, out: Path) -> None:
     """Print a line per module and write all of them."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     print(f"{'module':24} {'plain':>8} {'stock':>8} {'checked':>8}  checked/plain  checked/stock   (ms)")
     result = {}
     for case in CLEAN:
-        if case.name in ("ManualTwoOptimizers", "ScalarsOfTheRun"):
+        if case.name.startswith(("Manual", "ScalarsOfTheRun")):
             continue  # need a Trainer
-        row = result[case.name] = measure(case, num_rounds)
+        with quiet():
+            row = result[case.name] = measure(case, num_rounds)
         print(
             f"{case.name:24} {row['plain_ms']:8.2f} {row['stock_ms']:8.2f} {row['checked_ms']:8.2f}"
             f" {row['checked_by_plain']:14.1f} {row['checked_by_stock']:14.1f}",
             flush=True,
         )
-    facts = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "rounds": num_rounds,
-        "clock": "CPU time of the process",
-    }
-    out.write_text(json.dumps({**facts, "result": result}, indent=1) + "\n")
+    save(out, {"rounds": num_rounds, "clock": "CPU time of the process", "result": result})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What serving data costs: whole batches against per-sample collation, padding with buckets, workers, their start.
 
-    python benchmarks/data.py [--rounds 7] [--out benchmarks/results/data.json]
+    python -m benchmarks.data [--rounds 7] [--out benchmarks/results/data.json]
 
 Contenders take turns in one process and are compared as ratios within a round, because machines drift; figures are
 medians over rounds. The device of the worker comparison is simulated: it takes a fixed time per step and the host runs
@@ -11,17 +11,16 @@ measured only where there is an accelerator.
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from benchmarks.facts import save
 from zdtrain.data import BucketBatchSampler, PadCollate, available_cores, bucket_boundaries, default_num_workers, loader
 
 Figures = dict[str, Any]
@@ -197,10 +196,6 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     result = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
         "cores": available_cores(),
         "load_before": round(os.getloadavg()[0], 1),
         "in_memory": in_memory(arguments.rounds),
@@ -209,9 +204,8 @@ def main() -> None:
         "workers": worker_counts(arguments.rounds),
         "pinning": pinning(arguments.rounds),
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    print(json.dumps(result, indent=1))
+    save(arguments.out, result)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ Not yet run on hardware; with --device cpu it is tested.
 
 import argparse
 import gc
-import json
 import platform
 import random
 import statistics
@@ -33,12 +32,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
@@ -46,6 +43,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 import zdtrain
+from benchmarks.facts import save
 from zdtrain.device import Runtime, UnsupportedError, runtime_for
 from zdtrain.optim import SimpleAdam
 from zdtrain.quiet import quiet
@@ -456,22 +454,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with quiet():
         measured = measure(size, device, names, rounds=options.rounds, steps=options.steps)
     result = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(device.device) if device.is_cuda else platform.processor() or "cpu",
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "lightning": lightning.__version__,
-        "zdtrain": zdtrain.__version__,
-        "python": platform.python_version(),
         "rounds": options.rounds,
         "steps": options.steps,
         "size": asdict(size),
         **measured,
     }
     show(result)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written to {options.out}")
+    save(options.out, result)
     return result
 
 

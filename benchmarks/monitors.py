@@ -4,22 +4,17 @@ The MLP, the batches and the marginal cost of `step_overhead.py`; every contende
 a round run in one process, one after the other, and are compared with the bare step of that round; figures are medians
 over rounds. Time is the processor time of the process, its writing thread included, because machines are shared.
 
-    python benchmarks/monitors.py [--rounds 9] [--steps 1000] [--long 10000] [--out benchmarks/results/monitors.json]
+    python -m benchmarks.monitors [--rounds 9] [--steps 1000] [--long 10000] [--out benchmarks/results/monitors.json]
 """
 
 import argparse
 import contextlib
 import gc
 import io
-import json
-import logging
-import platform
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +22,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from step_overhead import WARMUP_STEPS, Batch, Batches, fused_adam, network
 
 import zdtrain
+from benchmarks.facts import save
+from benchmarks.step_overhead import WARMUP_STEPS, Batch, Batches, fused_adam, network
 from zdtrain.monitors import Monitor, NonFinite, Plateau, Spike, Threshold
 from zdtrain.optim import SimpleAdam
+from zdtrain.quiet import quiet
 from zdtrain.records import load_run
 
 METRICS = 8
@@ -219,32 +216,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/monitors.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     optimizers = {"fused Adam": fused_adam, "SimpleAdam": partial(SimpleAdam)}
-    result = {name: measure(options.rounds, options.steps, make, options.only) for name, make in optimizers.items()}
+    with quiet():
+        result = {name: measure(options.rounds, options.steps, make, options.only) for name, make in optimizers.items()}
+        flat = long_run(options.long) if options.long else None
     print(f"{'optimizer':12} {'contender':28} {'us/step':>9} {'x bare':>7}  (min-max)")
     for optimizer, by_name in result.items():
         for name, r in by_name.items():
             spread = f"({r['times_bare_min']:.2f}-{r['times_bare_max']:.2f})"
             print(f"{optimizer:12} {name:28} {r['us_per_step']:9.1f} {r['times_bare']:7.2f}  {spread}")
-    flat = long_run(options.long) if options.long else None
     print(f"long run: {flat}")
     record = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "torch": torch.__version__,
-        "zdtrain": zdtrain.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
         "rounds": options.rounds,
         "steps": options.steps,
         "time": "processor time of the process",
         "result": result,
         "long_run": flat,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"written to {options.out}")
+    save(options.out, record)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What an optimizer step costs: SimpleAdam against torch's fused AdamW, with and without clipping.
 
-    python benchmarks/optimizer.py [--rounds 25] [--out benchmarks/results/optimizer.json]
+    python -m benchmarks.optimizer [--rounds 25] [--out benchmarks/results/optimizer.json]
 
 One thread. Contenders take turns in one process, in a new order each round, and are compared as ratios within a round,
 because machines drift; figures are medians over rounds. "Times traffic" divides by the time the memory traffic of the
@@ -10,20 +10,18 @@ fetches the lines it overwrites, and what fits into the caches does not reach me
 """
 
 import argparse
-import json
 import os
-import platform
 import random
 import statistics
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.facts import save
 from zdtrain.optim import SimpleAdam
 
 SHAPES = {"24 x 400 k": (24, 400_000), "500 x 1 k": (500, 1_000), "3 x 10 M": (3, 10_000_000)}
@@ -109,11 +107,7 @@ def main() -> None:
         print(f"{name} float32 parameters")
         for key, value in figures[name].items():
             print(f"  {key}: {value}")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    machine = {"processor": platform.machine(), "torch": torch.__version__, "load": round(os.getloadavg()[0], 1)}
-    result = {"date": datetime.now(UTC).date().isoformat(), **machine, "rounds": args.rounds, "figures": figures}
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {args.out}")
+    save(args.out, {"load": round(os.getloadavg()[0], 1), "rounds": args.rounds, "figures": figures})
 
 
 if __name__ == "__main__":

@@ -9,20 +9,16 @@ contender, the lowered one twice with a cache folder of its own. CPU time is wha
 import argparse
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import zdtrain
+from benchmarks.facts import save
 
 STEPS = 16
 PROGRAM = """
@@ -82,19 +78,12 @@ def main() -> None:
     for name, figures in result.items():
         print(f"{name:16}", *[f"{figures[column]:15.2f}" for column in columns])
     record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "zdtrain": zdtrain.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
         "load_before": round(load, 1),
         "rounds": options.rounds,
         "steps": STEPS,
         "result": result,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"written to {options.out}")
+    save(options.out, record)
 
 
 if __name__ == "__main__":

@@ -6,29 +6,23 @@ one process and compared as ratios within a round, because machines drift. The c
 with `capture="compile"` and SimpleAdam, one, 4 and 16 steps per replay; where jax is installed its jit-compiled step is
 measured too, logging nothing.
 
-    python benchmarks/step_overhead.py [--rounds 7] [--steps 500] [--out benchmarks/results/step_overhead.json]
+    python -m benchmarks.step_overhead [--rounds 7] [--steps 500] [--out benchmarks/results/step_overhead.json]
 """
 
 import argparse
 import contextlib
 import gc
 import io
-import json
-import logging
-import platform
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import lightning
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
@@ -37,7 +31,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 import zdtrain
+from benchmarks.facts import save
 from zdtrain.optim import SimpleAdam
+from zdtrain.quiet import quiet
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 LOGS = {"none": 0, "two": 2, "64": 64}
@@ -241,28 +237,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/step_overhead.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    result = measure(options.rounds, options.steps)
+    with quiet():
+        result = measure(options.rounds, options.steps)
     print(f"{'logged':8} {'contender':21} {'us/step':>9} {'x raw':>7}  (min-max)")
     for logs, by_name in result.items():
         for name, r in by_name.items():
             spread = f"({r['times_raw_min']:.2f}-{r['times_raw_max']:.2f})"
             print(f"{logs:8} {name:21} {r['us_per_step']:9.1f} {r['times_raw']:7.2f}  {spread}")
     record = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "zdtrain": zdtrain.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
         "rounds": options.rounds,
         "steps": options.steps,
         "result": result,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"written to {options.out}")
+    save(options.out, record)
 
 
 if __name__ == "__main__":
