@@ -1,5 +1,6 @@
 """Training runs to compare: the same module with and without captured steps."""
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
+from torchmetrics.classification import MulticlassAccuracy
 
 import zdtrain
 from zdtrain.step.report import CaptureReport
@@ -57,6 +60,27 @@ class Classifier(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Metered(Classifier):
+    """Updates metrics, and replaces a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro", validate_args=False)
+        self.error = MeanSquaredError()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self.net(x)
+        loss = nn.functional.cross_entropy(out, y)
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        self.accuracy(out, y)
+        self.error.update(out.softmax(1)[:, 0].contiguous(), (y == 0).float())
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("error", self.error, on_epoch=True)
+        return {"loss": loss, "out": out}
 
 
 def batches(n: int = 12, size: int = 8, rest: int = 0) -> DataLoader[Any]:
@@ -134,3 +158,9 @@ def both(folder: Path, make: Any, capture: str = "graph", **options: Any) -> Out
 def codes(outcome: Outcome) -> set[str]:
     """Return the codes of the reasons for eager steps."""
     return {reason.code for reason in outcome.report.fallbacks}
+
+
+def trap_line(cls: type) -> int:
+    """Return the line of a class that is marked as its trap."""
+    lines, first = inspect.getsourcelines(cls)
+    return first + next(i for i, line in enumerate(lines) if line.endswith("# trap\n"))

@@ -20,9 +20,8 @@ import zdtrain.loop.capturing
 from zdtrain.step.session import CaptureSession
 
 from .host_graph import GraphRuntime
-from .runs import CLASSES, FEATURES, QUIET, Classifier, assert_equal, assert_same, batches, both, codes, fit
+from .runs import CLASSES, FEATURES, QUIET, Classifier, assert_equal, assert_same, batches, both, codes, fit, trap_line
 
-HERE = Path(__file__)
 KEPT = []
 
 
@@ -428,13 +427,6 @@ TRAPS = {
 }
 
 
-def trap_line(cls: type) -> int:
-    """Return the line of `cls` that is marked as its trap."""
-    lines = HERE.read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith(f"class {cls.__name__}("))
-    return next(i for i in range(start, len(lines)) if lines[i].endswith("# trap")) + 1
-
-
 @pytest.mark.parametrize("module", TRAPS, ids=lambda cls: cls.__name__)
 def test_a_trap_in_validation_is_right_and_named_with_its_line(tmp_path, module):
     def make():
@@ -446,7 +438,7 @@ def test_a_trap_in_validation_is_right_and_named_with_its_line(tmp_path, module)
     run = both(tmp_path, make, max_epochs=2)
     assert (run.report.evaluation_eager, run.report.evaluation_replayed) == (24, 0)
     found = {(reason.step, reason.code, reason.file, reason.line) for reason in run.report.fallbacks}
-    assert ("validation_step", TRAPS[module], str(HERE), trap_line(module)) in found
+    assert ("validation_step", TRAPS[module], __file__, trap_line(module)) in found
     assert program_of(run.report, "training_step").replays > 0  # what validation cannot does not matter to training
 
 

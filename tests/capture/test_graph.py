@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torchmetrics import MeanSquaredError
-from torchmetrics.classification import MulticlassAccuracy
 
 import zdtrain.loop.capturing
 import zdtrain.step.handed
@@ -20,7 +18,7 @@ from zdtrain.step.tape import LoweredTape, record
 from zdtrain.step.verify import first_mismatch
 
 from .host_graph import GraphRuntime, HostGraph
-from .runs import CLASSES, FEATURES, Classifier, assert_same, batches, both, codes, fit
+from .runs import CLASSES, FEATURES, Classifier, Metered, assert_same, batches, both, codes, fit
 
 
 @pytest.fixture
@@ -75,26 +73,7 @@ def test_what_an_optimizer_counts_on_the_host_is_counted_beside_a_device(tmp_pat
 
 @pytest.mark.usefixtures("device_graphs")
 def test_metrics_and_replaced_attributes_live_through_replays(tmp_path):
-    class Net(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.accuracy = MulticlassAccuracy(CLASSES, average="micro", validate_args=False)
-            self.error = MeanSquaredError()
-            self.register_buffer("mean", torch.zeros(()))
-            self.losses = []
-
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            out = self.net(x)
-            loss = nn.functional.cross_entropy(out, y)
-            self.mean = 0.9 * self.mean + 0.1 * loss.detach()
-            self.accuracy(out, y)
-            self.error.update(out.softmax(1)[:, 0].contiguous(), (y == 0).float())
-            self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
-            self.log("error", self.error, on_epoch=True)
-            return {"loss": loss, "out": out}
-
-    run = both(tmp_path, Net)
+    run = both(tmp_path, Metered)
     assert run.report.steps_replayed > 30
 
 

@@ -14,15 +14,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanSquaredError
-from torchmetrics.classification import MulticlassAccuracy
 
 from zdtrain.device import runtime_for
 from zdtrain.monitors import NonFinite, Threshold
 from zdtrain.optim import SimpleAdam
 from zdtrain.step.verify import first_mismatch
 
-from .runs import CLASSES, FEATURES, QUIET, Classifier, assert_equal, assert_same, batches, both, codes, fit
+from .runs import CLASSES, FEATURES, QUIET, Classifier, Metered, assert_equal, assert_same, batches, both, codes, fit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
 DEVICE = "cuda"
@@ -380,26 +378,12 @@ def test_what_a_callback_keeps_is_not_overwritten_by_the_next_launch(tmp_path):
     assert torch.equal(*losses)
 
 
+class MeteredAdam(Metered, Adam):
+    """Metrics of the one, the optimizer of the other."""
+
+
 def test_torchmetrics_and_replaced_attributes_live_through_launches(tmp_path):
-    class Net(Adam):
-        def __init__(self):
-            super().__init__()
-            self.accuracy = MulticlassAccuracy(CLASSES, average="micro", validate_args=False)
-            self.error = MeanSquaredError()
-            self.register_buffer("mean", torch.zeros(()))
-
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            out = self.net(x)
-            loss = nn.functional.cross_entropy(out, y)
-            self.mean = 0.9 * self.mean + 0.1 * loss.detach()
-            self.accuracy(out, y)
-            self.error.update(out.softmax(1)[:, 0].contiguous(), (y == 0).float())
-            self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
-            self.log("error", self.error, on_epoch=True)
-            return {"loss": loss, "out": out}
-
-    replayed(both(tmp_path, Net, **ON_GPU))
+    replayed(both(tmp_path, MeteredAdam, **ON_GPU))
 
 
 def test_a_copy_from_the_host_in_the_step_trains_right_and_is_named(tmp_path):

@@ -2,7 +2,6 @@
 
 import logging
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +12,8 @@ from torch.nn import functional as F
 from torchmetrics import MeanMetric, MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
 
-from .runs import CLASSES, FEATURES, Classifier, batches, both, codes, fit
+from .runs import CLASSES, FEATURES, Classifier, batches, both, codes, fit, trap_line
 
-HERE = Path(__file__)
 LOSSES = []
 
 
@@ -311,13 +309,6 @@ TRAPS = {
 }
 
 
-def trap_line(cls: type) -> int:
-    """Return the line of `cls` that is marked as its trap."""
-    lines = HERE.read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith(f"class {cls.__name__}("))
-    return next(i for i in range(start, len(lines)) if lines[i].endswith("# trap")) + 1
-
-
 @pytest.mark.parametrize("module", TRAPS, ids=lambda cls: cls.__name__)
 def test_a_trap_trains_right_and_is_named_with_its_line(tmp_path, module):
     def make():
@@ -329,7 +320,7 @@ def test_a_trap_trains_right_and_is_named_with_its_line(tmp_path, module):
     run = both(tmp_path, make)
     assert (run.report.steps_eager, run.report.steps_replayed) == (48, 0)
     found = {(reason.code, reason.file, reason.line) for reason in run.report.fallbacks}
-    assert (TRAPS[module], str(HERE), trap_line(module)) in found
+    assert (TRAPS[module], __file__, trap_line(module)) in found
 
 
 def test_a_metric_that_keeps_every_batch_is_named(tmp_path):

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from zdtrain import Trainer
 from zdtrain.device.lagging import LaggingRuntime
 from zdtrain.drain import Drain
+from zdtrain.monitors import NonFinite, Threshold
 from zdtrain.optim import SimpleAdam
 
 BATCH = 4
@@ -34,6 +35,17 @@ OPTIMIZERS = {
 }
 # What is wrong with the bad batch: the loss is large, the loss is NaN, or the gradient is and the loss is not.
 BAD = {"large": (1000.0, 1.0), "nan": (float("nan"), 1.0), "nan gradient": (0.0, 0.0)}
+
+CAUSES = {
+    "large": lambda then: Threshold("train_loss", above=100.0, then=then),
+    "nan": lambda then: NonFinite("loss", then=then),
+    "nan gradient": lambda then: NonFinite("grad_norm", then=then),
+}
+"""Monitors that notice what is wrong."""
+OPTIMIZERS_AND_CAUSES = [
+    *((optimizer, "nan") for optimizer in OPTIMIZERS),
+    *((optimizer, cause) for optimizer in ("SGD", "SimpleAdam") for cause in ("large", "nan gradient")),
+]
 
 
 class Net(pl.LightningModule):
