@@ -17,7 +17,7 @@ device, so that the host is ahead of it and no gap is counted; a step that reads
 that does not. Fragmentation is reserved over allocated memory.
 
     python -m benchmarks.gpu_ladder                      # needs a GPU; writes benchmarks/results/gpu_ladder.json
-    python -m benchmarks.gpu_ladder --device cpu --steps 20 --rounds 1 --width 32 --out /tmp/ladder.json
+    python -m benchmarks.gpu_ladder --device cpu --steps 20 --rounds 1 --width 32 --out ladder.json
 
 Not yet run on hardware; with --device cpu it is tested.
 """
