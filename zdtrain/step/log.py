@@ -1,7 +1,5 @@
 """`self.log` while a step of the module runs: stock Lightning declares a metric, this writes its later values."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -109,16 +107,6 @@ class StepLog:
                 self._declared[name] = (flags, entry)
         elif entry is not None and isinstance(value, Metric):
             self._declared[name] = (flags, entry)
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Replace the module's `log` during the body."""
-        attributes = self._module.__dict__
-        attributes["log"] = self
-        try:
-            yield
-        finally:
-            attributes.pop("log", None)
 
 
 def can_replace_log(module: LightningModule) -> bool:
