@@ -1,6 +1,9 @@
 """What a step reads past its module, and what changes long after the step was recorded: trained right all the same."""
 
+import cProfile
+import pstats
 import random
+import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.capture.runs import both, codes
+from tests.capture.runs import both, codes, fit
 from tests.capture.test_traps import Deterministic
 
 COUNTS = {"n": 0}
@@ -265,3 +268,13 @@ def test_what_has_no_value_to_compare_is_refused_with_its_line(tmp_path, module,
     run = both(tmp_path, make)
     assert (code, __file__) in {(reason.code, reason.file) for reason in run.report.fallbacks if reason.line}
     assert run.report.steps_replayed == 0
+
+
+def test_a_python_profiler_goes_on_while_steps_are_watched(tmp_path):
+    profiler = cProfile.Profile()
+    with profiler:
+        run = fit(tmp_path, Deterministic, "graph")
+    assert run.report.steps_replayed > 20
+    assert sys.getprofile() is None
+    calls = [stat[1] for (_, _, name), stat in pstats.Stats(profiler).stats.items() if name == "advance"]
+    assert max(calls) == run.report.steps_replayed + run.report.steps_eager  # seen behind the watched steps, too

@@ -6,6 +6,7 @@ ran; from then on they are part of the key. What has no value to compare (a cloc
 
 import argparse
 import builtins
+import cProfile
 import dis
 import gc
 import random
@@ -107,12 +108,15 @@ class Reach:
         self._watch = watch
         self._ran = set()
         self._before = {key: root.read() for key, root in self._roots.items()}
-        profile = sys.getprofile()
+        profile: Any = sys.getprofile()
         sys.setprofile(self._profile)
         try:
             yield
         finally:
-            sys.setprofile(profile)
+            if isinstance(profile, cProfile.Profile):  # it is set from C, and no function that Python could set
+                profile.enable()
+            else:
+                sys.setprofile(profile)
         for key, root in self._roots.items():
             if root.read() != self._before[key]:
                 what = f"{root.label} is changed by the step, which a replay would not"
