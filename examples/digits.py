@@ -36,8 +36,7 @@ class Digits(LightningDataModule):
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.val, batch_size=len(self.val))
 
-    def test_dataloader(self) -> DataLoader:
-        return self.val_dataloader()
+    test_dataloader = predict_dataloader = val_dataloader
 
 
 class DigitsMLP(LightningModule):
@@ -73,14 +72,15 @@ class DigitsMLP(LightningModule):
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        images, labels = batch
-        logits = self(images)
+        logits, labels = self(batch[0]), batch[1]
         self.log("val_loss", F.cross_entropy(logits, labels))
         self.log("val_acc", (logits.argmax(dim=1) == labels).float().mean(), prog_bar=True)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        images, labels = batch
-        self.log("test_acc", (self(images).argmax(dim=1) == labels).float().mean())
+        self.log("test_acc", (self.predict_step(batch, batch_idx) == batch[1]).float().mean())
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0]).argmax(dim=1)
 
     def configure_optimizers(self) -> dict:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, weight_decay=self.hparams.weight_decay)

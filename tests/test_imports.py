@@ -5,6 +5,12 @@ import sys
 import pytest
 
 
+def test_parts_can_be_named_after_importing_the_package_alone():
+    program = "import zdtrain; print(zdtrain.monitors.Threshold.__name__, zdtrain.optim.SimpleAdam.__name__)"
+    said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert said.split() == ["Threshold", "SimpleAdam"]
+
+
 @pytest.mark.parametrize(
     ("module", "absent"),
     [

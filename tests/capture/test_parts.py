@@ -315,6 +315,23 @@ def test_the_report_and_the_run_record_hold_programs_and_reasons(tmp_path, capsy
     assert '"steps_replayed"' in (folder / "summary.json").read_text()
 
 
+def test_a_run_on_lightning_s_own_loop_reports_the_reason_and_no_table(tmp_path):
+    table = fit(tmp_path, Classifier, "graph", profiler="simple").report.table()
+    assert table.startswith("Captured steps (capture='graph'): none\n- SimpleProfiler times")
+    assert "eager" not in table
+
+
+def test_a_host_read_is_named_as_people_write_it(tmp_path):
+    class Net(Classifier):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss if loss > 0 else -loss
+
+    (reason,) = fit(tmp_path, Net, "graph").report.fallbacks
+    assert "item()" in reason.message
+    assert "_local_scalar_dense" not in reason.message
+
+
 def test_lbfgs_steps_eagerly_around_a_replayed_closure(tmp_path):
     class Net(Classifier):
         def configure_optimizers(self):

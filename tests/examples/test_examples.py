@@ -34,6 +34,11 @@ def test_every_config_builds_and_takes_steps(config, capsys):
     assert "val_loss " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["test", "predict"])
+def test_digits_can_be_tested_and_predicted(command):
+    assert main([command, "configs/digits.yaml", "--trainer.records=false", "--trainer.fast_dev_run=true", *QUIET]) == 0
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_opens_with_command_hardware_and_expected_result(config):
     comment = [line for line in config.read_text().splitlines() if line.startswith("#")]

@@ -128,6 +128,9 @@ def test_names_with_a_suffix_of_lightning_work_too():
 
 WRONG = {
     "then": (lambda: Threshold("loss", above=1.0, then="stopp"), r"then='stopp' is no action; did you mean 'stop'\?"),
+    "no then": (lambda: Threshold("loss", above=1.0, then=None), r"then=None is no action; there are: clip, .* warn"),
+    "clip to nothing": (lambda: Spike("loss", then="clip", clip_norm=-1.0), r"clip_norm=-1.0; use a number above 0"),
+    "factor": (lambda: Spike("loss", factor=0), r"Spike\('loss'\): factor=0; use a number above 0"),
     "text": (lambda: Threshold("loss", above="1e2"), r"Threshold\('loss'\): above='1e2' is no number: .* write 100.0"),
     "bool": (lambda: Threshold("loss", above=True), r"above=True is no number"),
     "nan": (lambda: Threshold("loss", below=NAN), r"below=nan compares with nothing; use NonFinite"),
@@ -166,6 +169,19 @@ def test_a_threshold_that_was_not_given_cannot_be_set_later():
 def test_a_metric_that_never_appears_is_reported_at_the_end_of_the_first_epoch_with_the_nearest_name():
     with pytest.warns(MonitorWarning, match=r"'train_los > 1'.* logged no 'train_los'; did you mean 'train_loss'\?"):
         run(Net(), loader(5), monitors=[Threshold("train_los", above=1.0, then="stop")], max_epochs=2)
+
+
+def test_a_metric_that_only_validation_logs_is_reported_as_logged_elsewhere():
+    class Validates(Net):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_acc", batch[0].mean())
+
+    def fit():
+        trainer = Trainer(**QUIET, monitors=[Plateau("val_acc", patience=2, mode="max")])
+        trainer.fit(Validates(), loader(5), loader(2))
+
+    with pytest.warns(MonitorWarning, match=r"training_step logged no 'val_acc'; it is logged outside.*EarlyStopping"):
+        fit()
 
 
 def test_a_function_that_asks_for_an_unknown_metric_gets_the_nearest_name():

@@ -72,7 +72,7 @@ class EpochLoop(_TrainingEpochLoop):
         if reasons and self.monitoring is not None:
             raise ConfigError(
                 "trainer.monitors, trainer.nonfinite and trainer.ema_decay need steps on zdtrain's own loop, but "
-                f"{reasons[0].message}. Lift that, or leave these options out."
+                f"{reasons[0].message}; or leave these options out."
             )
 
     def _note(self, reason: FallbackReason, what: str) -> None:

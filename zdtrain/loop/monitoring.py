@@ -296,7 +296,8 @@ class Monitoring:
 
     def report_unknown_metrics(self) -> None:
         """Warn of monitors whose metric did not appear so far."""
-        for line in self.listener.unknown_metrics() if self.listener is not None else []:
+        logged = self._trainer.callback_metrics
+        for line in self.listener.unknown_metrics(logged) if self.listener is not None else []:
             rank_zero_warn(line, category=MonitorWarning)
             if self._record is not None:
                 self._record("monitor-unknown-metric", message=line)

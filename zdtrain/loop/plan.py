@@ -132,8 +132,9 @@ def reasons_for_stock(trainer: Trainer, fetcher: _DataFetcher) -> Iterator[Fallb
     loop = trainer.fit_loop.epoch_loop
     by_hand = not module.automatic_optimization
     if by_hand and (not strategy._optimizers or loop.captures is None or loop.guard is not None):
+        remedy = '; capture="graph" records such steps whole' if loop.captures is None and loop.guard is None else ""
         yield FallbackReason(
-            code="manual-optimization", message="the module optimizes by hand (automatic_optimization=False)"
+            code="manual-optimization", message=f"the module optimizes by hand (automatic_optimization=False){remedy}"
         )
     if reason := scaler_reason(precision, strategy.root_device):
         yield reason

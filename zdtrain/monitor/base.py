@@ -38,7 +38,7 @@ class Monitor:
     ) -> None:
         if not callable(then) and then not in get_args(Action):
             hint = nearest(str(then), list(get_args(Action)))
-            raise ConfigError(f"{option}: then={then!r} is no action; {hint} A function of the event works too.")
+            raise ConfigError(f"{option}: then={then!r} is no action; {hint} (or a function of the event)")
         if then == "clip" and clip_norm is None:
             raise ConfigError(f"{option}: then='clip' needs clip_norm=, the gradient norm to clip to.")
         if then != "clip" and clip_norm is not None:
@@ -49,7 +49,7 @@ class Monitor:
         self._option = option
         self._values: dict[str, Tensor] = {}  # thresholds by name, 0-D
         self._shown: dict[str, float] = {}  # thresholds as the host wrote them
-        self.clip_norm = None if clip_norm is None else self._scalar("clip_norm", clip_norm)
+        self.clip_norm = None if clip_norm is None else self._positive("clip_norm", clip_norm)
 
     @property
     def action(self) -> str:
@@ -83,6 +83,12 @@ class Monitor:
         tensor = torch.full((), float(value))  # shape=(), dtype=float32, device-resident
         self._values[name] = tensor
         return tensor
+
+    def _positive(self, name: str, value: float | Tensor) -> Tensor:
+        scalar = self._scalar(name, value)
+        if not isinstance(value, Tensor) and value <= 0:
+            raise ConfigError(f"{self._option}: {name}={value!r}; use a number above 0.")
+        return scalar
 
     def _assign(self, name: str, tensor: Tensor | None, value: float | Tensor) -> None:
         if tensor is None:

@@ -264,7 +264,7 @@ class Spike(Monitor):
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise ConfigError(f"{option}: decay={decay!r}; use a number that is at least 0 and less than 1.")
         self._metric, self.least_weight, self.min_steps = metric, 1 - decay, min_steps
-        self.limit = self._scalar("factor", factor)  # shape=(), in deviations
+        self.limit = self._positive("factor", factor)  # shape=(), in deviations
         self._shown.update({"factor": factor} if isinstance(factor, int | float) else {})
 
     @property

@@ -1,7 +1,7 @@
 """The host's side of the monitors: what rows that arrive say about them."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -237,15 +237,21 @@ class RowListener:
             first_nonfinite=bad,
         )
 
-    def unknown_metrics(self) -> list[str]:
-        """Return what to say of monitors whose metric no row of the first epoch held."""
+    def unknown_metrics(self, elsewhere: Collection[str]) -> list[str]:
+        """Return what to say of monitors whose metric no row of the first epoch held.
+
+        Args:
+            elsewhere: Names that were logged outside `training_step`, too.
+        """
         monitors = [verdict.monitor for verdict in self._verdicts] + [watched.monitor for watched in self._watching]
         said = []
         for monitor in dict.fromkeys(monitors):
             for metric in monitor.metrics or ():
                 if metric not in self.seen:
                     hint = nearest(metric, sorted(self.seen))
-                    said.append(f"monitor {monitor.describe()!r}: the epoch logged no {metric!r}; {hint}")
+                    if metric in elsewhere:
+                        hint = f"it is logged outside, where monitors do not look (EarlyStopping does); {hint}"
+                    said.append(f"monitor {monitor.describe()!r}: training_step logged no {metric!r}; {hint}")
         return said
 
     def _holds(self, monitor: RowMonitor, rows: Tensor, layout: RowLayout, stamps: Sequence[Stamp]) -> Tensor:

@@ -84,18 +84,17 @@ class CaptureReport:
 
     def table(self) -> str:
         """Return the report as a short table."""
+        eager = {"eager": self.steps_eager, "eager evaluation": self.evaluation_eager}
         rows = [
             ("program", "replays", "captures", "capture s", "memory", "verified", "verify s"),
             *(program.row() for program in self.programs),
-            ("eager", str(self.steps_eager), "", "", "", "", ""),
-            *([("eager evaluation", str(self.evaluation_eager), "", "", "", "", "")] if self.evaluation_eager else []),
+            *((name, str(steps), "", "", "", "", "") for name, steps in eager.items() if steps),
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        title = f"Captured steps (capture={self.capture!r})"
-        return "\n".join(
-            [title, lines[0], "-" * len(lines[0]), *lines[1:], *(f"- {reason}" for reason in self.fallbacks)]
-        )
+        title, head, body = f"Captured steps (capture={self.capture!r})", lines[0], lines[1:]
+        table = [title, head, "-" * len(head), *body] if body else [f"{title}: none"]
+        return "\n".join([*table, *(f"- {reason}" for reason in self.fallbacks)])
 
 
 def readable(size: int | None) -> str:

@@ -20,6 +20,8 @@ HOST_READS = {
     *("nonzero", "bincount", "masked_select", "argwhere", "repeat_interleave.Tensor"),
     *("unique", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
 }
+READ_AS = {"_local_scalar_dense": "item(), int(t), float(t), `if t` or text made of it"}
+"""What people write for an operation that they have never heard of."""
 MASKABLE = {"index", "index_put", "index_put_", "_index_put_impl_"}
 # Calls that look at a tensor's memory past all operations.
 HOST_ACCESS: dict[Any, str] = {
@@ -117,7 +119,8 @@ class Watch(TorchDispatchMode):
 
     def _note_host_read(self, how: str, place: Location) -> None:
         self.host_reads += 1
-        self.reads.append(reason_at(place, "host-read", f"the step waits for the value of a tensor ({how})"))
+        said = READ_AS.get(how, how)
+        self.reads.append(reason_at(place, "host-read", f"the step waits for the value of a tensor ({said})"))
 
     def _note_outside(self, tensors: list[Tensor], operation: Operation) -> None:
         for tensor in tensors:
