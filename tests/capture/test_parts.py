@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from zdtrain.config import TrainerOptions
 from zdtrain.device import runtime_for
@@ -330,6 +331,13 @@ def test_a_host_read_is_named_as_people_write_it(tmp_path):
     (reason,) = fit(tmp_path, Net, "graph").report.fallbacks
     assert "item()" in reason.message
     assert "_local_scalar_dense" not in reason.message
+
+
+def test_recording_describes_all_values_in_one_mode(tmp_path, monkeypatch):
+    made, init = [], FakeTensorMode.__init__
+    monkeypatch.setattr(FakeTensorMode, "__init__", lambda self, **options: made.append(self) or init(self, **options))
+    report = fit(tmp_path, Classifier, "graph").report
+    assert len(made) == sum(program.captures for program in report.programs)
 
 
 def test_lbfgs_steps_eagerly_around_a_replayed_closure(tmp_path):

@@ -108,7 +108,9 @@ def record(function: Function, inputs: Sequence[Tensor | None], kind: type[Kind]
     """
     positions = [index for index, tensor in enumerate(inputs) if tensor is not None]
     versions = {index: version_of(tensor) for index, tensor in enumerate(inputs) if tensor is not None}
-    graph: fx.GraphModule = make_fx(lambda *_: function())(*[inputs[index] for index in positions])
+    shapes = FakeTensorMode()  # without one the tracer makes a mode for each value it describes: over half of its time
+    with tracing(TracingContext(shapes)):
+        graph: fx.GraphModule = make_fx(lambda *_: function())(*[inputs[index] for index in positions])
     for node in reversed(list(graph.graph.nodes)):
         if "profiler" in str(node.target):
             graph.graph.erase_node(node)
