@@ -15,7 +15,7 @@ from zdtrain.step.handed import InsideByRule, steps_outside
 from zdtrain.step.hooks import Hooks
 from zdtrain.step.host import HostLooks, looks_of
 from zdtrain.step.observe import Observation
-from zdtrain.step.obstacles import HOOKS_INSIDE, changes_between_steps, hooks_inside, module_obstacles
+from zdtrain.step.obstacles import HOOKS_INSIDE, changes_between_steps, hooks_inside
 from zdtrain.step.program import Part
 from zdtrain.step.recording import Recording
 from zdtrain.step.scaled import takes_scale
@@ -37,6 +37,7 @@ class CapturedStep(Capturing, EagerStep):
 
     _surroundings: TrainingSurroundings
     _needs_loss = True
+    _outside: tuple[FallbackReason, ...] = ()  # what else keeps it from being captured
     _drops_gradients = True  # whether the first batch of a window does not need the gradients of the last
 
     def __init__(self, trainer: Trainer, hooks: Hooks, session: CaptureSession) -> None:
@@ -44,7 +45,6 @@ class CapturedStep(Capturing, EagerStep):
         self._results = trainer.fit_loop.epoch_loop._results  # type: ignore[assignment]
         self._connector = trainer._logger_connector
         super().__init__(trainer, hooks)
-        self._obstacles = tuple(module_obstacles(self._module))
         self._users_between = changes_between_steps(self._module, trainer.callbacks)  # type: ignore[attr-defined]
         validation = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
         self._fingerprints = Fingerprints(
@@ -92,6 +92,7 @@ class CapturedStep(Capturing, EagerStep):
 
     def run(self, batch: Any, batch_idx: int, accumulate: bool) -> dict[str, Any]:
         """Train on `batch`; see `EagerStep.run`."""
+        self._follow_optimizers()
         self._entry = self._find_entry(batch, batch_idx, accumulate)
         if self._entry is None:
             self._session.steps_eager += 1
@@ -100,9 +101,14 @@ class CapturedStep(Capturing, EagerStep):
         finally:
             self._let_go()
 
+    def _follow_optimizers(self) -> None:
+        super()._follow_optimizers()
+        if self._users_between and any(self._session.is_new(one) for one in self._surroundings.optimizers):
+            self._use(self._optimizer)
+
     def _find_entry(self, batch: Any, batch_idx: int, accumulate: bool) -> Entry | None:
         """Return what is known of steps like this one; None where they run eagerly whatever they are."""
-        reasons = self._obstacles
+        reasons = self._outside
         if HOOKS_INSIDE - self._hooks.nobody:
             callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
             reasons = (*reasons, *hooks_inside(self._module, callbacks, self._hooks))

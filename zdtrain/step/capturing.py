@@ -4,14 +4,13 @@ from collections.abc import Callable, Hashable, Sequence
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zdtrain.errors import FallbackReason
 from zdtrain.step.graph import GraphProgram, LoweredGraphProgram, capture_graph
 from zdtrain.step.host import change_reasons
-from zdtrain.step.key import describe, flatten_batch, signature, unflatten_batch
+from zdtrain.step.key import describe, flatten_batch, signature, torch_modes, unflatten_batch
 from zdtrain.step.program import Part, Program
 from zdtrain.step.recording import Recorder, Recording
 from zdtrain.step.rollback import HostState
@@ -33,13 +32,18 @@ class Capturing(Watching):
         return 0
 
     def _look_up(self, batch: Any, name: Callable[[], str], *more: Hashable) -> Entry | None:
-        """Return what is known of steps like this one; None, with a reason noted, where the batch has no layout.
+        """Return what is known of steps like this one; None, with a reason noted, where none can be captured.
 
         Args:
             batch: The batch.
             name: Says in words what else tells steps apart.
             more: What else does.
         """
+        number = self._fingerprints.current()
+        for reason in self._fingerprints.obstacles:
+            self._session.note(reason)
+        if self._fingerprints.obstacles:
+            return None
         leaves, structure = flatten_batch(batch)
         self._tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         try:
@@ -50,11 +54,11 @@ class Capturing(Watching):
             )
             return None
         self._key = (
-            self._fingerprints.current(),
+            number,
             structure if isinstance(structure, type) else str(structure),
             layout,
             self._trainer.current_epoch if self._session.epoch_in_key else None,
-            torch.get_default_dtype(),
+            torch_modes(),
             *more,
         )
         return self._session.entry(self._key, lambda: describe(leaves, name()))

@@ -65,8 +65,7 @@ class EagerStep:
         """
         self._batch, self._batch_idx = batch, batch_idx
         self._ran = False
-        if self._strategy._optimizers[0] is not self._optimizer:  # a callback may replace it
-            self._use(self._strategy._optimizers[0])
+        self._follow_optimizers()
         if self._guard is not None:
             self._guard.prepare(self._optimizer)
         if self._scaling is not None:
@@ -98,6 +97,10 @@ class EagerStep:
         if output is not None:
             outputs.update((key, value) for key, value in output.items() if key != "loss")
         return outputs
+
+    def _follow_optimizers(self) -> None:
+        if self._strategy._optimizers[0] is not self._optimizer:  # a callback may replace it
+            self._use(self._strategy._optimizers[0])
 
     def _use(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer

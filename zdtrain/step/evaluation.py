@@ -17,7 +17,7 @@ from zdtrain.step.fingerprints import Fingerprints
 from zdtrain.step.host import HostLooks, looks_of
 from zdtrain.step.log import StepLog, can_replace_log
 from zdtrain.step.observe import Observation
-from zdtrain.step.obstacles import changes_between_steps, module_obstacles
+from zdtrain.step.obstacles import changes_between_steps
 from zdtrain.step.results import StepResults
 from zdtrain.step.session import CaptureSession, Entry
 from zdtrain.step.surroundings import Surroundings
@@ -131,7 +131,6 @@ class CapturedEvaluation(Capturing, EvaluationStep):
         self._surroundings = Surroundings(
             module=self._module, results=results, connector=self._connector, hook=self._name
         )
-        self._obstacles = tuple(module_obstacles(self._module))
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._users_between = changes_between_steps(self._module, callbacks, hooks)
         self._fingerprints = Fingerprints(self._module, session, every_step=self._users_between)
@@ -147,10 +146,6 @@ class CapturedEvaluation(Capturing, EvaluationStep):
             self._let_go()
 
     def _find_entry(self) -> Entry | None:
-        for reason in self._obstacles:
-            self._session.note(reason)
-        if self._obstacles:
-            return None
         loader = self._dataloader_idx
         return self._look_up(
             self._batch, lambda: "" if loader is None else f"data loader {loader}", loader, self._grad_mode

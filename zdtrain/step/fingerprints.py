@@ -5,8 +5,10 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from zdtrain.errors import FallbackReason
 from zdtrain.step.key import fingerprint, python_state
 from zdtrain.step.observe import attribute_reason
+from zdtrain.step.obstacles import module_obstacles
 from zdtrain.step.session import CaptureSession
 
 MANY_CHANGES = 16
@@ -39,6 +41,7 @@ class Fingerprints:
         self._inside: tuple[Hashable, ...] = ()
         self._outside: tuple[Hashable, ...] = ()
         self._values: dict[Any, Hashable] = {}
+        self.obstacles: tuple[FallbackReason, ...] = ()  # of the module as it was when asked for `current`
 
     def current(self) -> int:
         """Return the number that stands for the module as it is."""
@@ -46,7 +49,10 @@ class Fingerprints:
         outside = self._session.reach.values()
         if interruptions != self._seen or self._every_step:
             self._seen = interruptions
-            self._inside = fingerprint(self._module, self._session.attributes)
+            inside = fingerprint(self._module, self._session.attributes)
+            if inside != self._inside:
+                self._inside = inside
+                self.obstacles = tuple(module_obstacles(self._module))
         elif outside == self._outside:
             return self._number
         number = self._session.number_of((self._inside, outside))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -112,9 +113,7 @@ class InsideByRule:
             (len(group["params"]), *[bool(v) for k, v in group.items() if k not in ("params", "param_names", "lr")])
             for group in self._optimizer.param_groups
         ]
-        state: Any = self._optimizer.state
-        first: dict[str, Any] = next(iter(state.values()), {})  # loading a checkpoint replaces all of them
-        return (tuple([tuple(group) for group in groups]), len(state), tuple([id(value) for value in first.values()]))
+        return (tuple([tuple(group) for group in groups]), state_key(self._optimizer))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -203,6 +202,13 @@ class InsideByRule:
                     self._known[key] = Handover(self._optimizer, index, params, self._rule, room)
                 found.append(self._known[key])
         return found
+
+
+def state_key(optimizer: Optimizer) -> Hashable:
+    """Return which parameters an optimizer has and where their state lies: any of it may be replaced, or all loaded."""
+    params = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    states: Any = optimizer.state.values()
+    return (*params, len(states), *map(id, chain.from_iterable(map(dict.values, states))))
 
 
 class RecordedUpdates:

@@ -5,7 +5,8 @@ import sys
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from functools import partial
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,16 @@ from torch.utils import _pytree as pytree
 
 from zdtrain.source.location import frame_kind
 from zdtrain.step.reads import ALL
+from zdtrain.step.watch import storage_of
 
 # Written by Lightning around every hook, or caches of torchmetrics that are accounted for elsewhere.
 LIGHTNING_ATTRIBUTES = frozenset({"_current_fx_name", "_metric_attributes", "_trainer", "_fabric", "log"})
 METRIC_ATTRIBUTES = frozenset({"_update_count", "_computed", "_forward_cache", "_update_called", "_cache"})
 MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
 MAX_ITEMS = 64
+MAX_NUMBERS = 4096  # which are compared at once
+_NUMBERS = frozenset({bool, int, float, str})
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 MAX_DEPTH = 4
 _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format, Enum, type)
 
@@ -50,14 +55,25 @@ def signature(values: Sequence[Any]) -> tuple[Hashable, ...]:
     Raises:
         TypeError: A leaf is neither a tensor nor a plain value.
     """
-    return tuple([_signature_of(value) for value in values])
+    return (*[_signature_of(value) for value in values], _shared(values))
+
+
+def _shared(values: Sequence[Any]) -> tuple[int, ...]:
+    """Return which tensors are one object or lie in one memory, by the index of the first; empty where none do."""
+    if len(values) < 2:
+        return ()
+    storages = [storage_of(value) if isinstance(value, Tensor) else -1 - i for i, value in enumerate(values)]
+    if len(set(storages)) == len(storages):
+        return ()
+    ids = [id(value) for value in values]
+    return tuple([storages.index(storage) for storage in storages] + [ids.index(one) for one in ids])
 
 
 def _signature_of(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return (value.shape, value.dtype, value.stride(), value.device, value.requires_grad, type(value))
     if isinstance(value, (*_PLAIN, float)):
-        return (type(value), value)
+        return (type(value), frozen(value))
     raise TypeError(type(value).__name__)
 
 
@@ -93,14 +109,16 @@ def is_metric(module: nn.Module) -> bool:
 
 def frozen(value: Any, depth: int = 0) -> Hashable:
     """Return something hashable that changes when the Python value does; large containers count by their ends."""
-    if isinstance(value, _PLAIN):
-        return value
     if isinstance(value, float):
-        return value if value == value else "nan"
-    if isinstance(value, Tensor | nn.Module):
+        return (float, value if value and value == value else str(value))  # NaN is unequal to itself, 0.0 equal to -0.0
+    if isinstance(value, _PLAIN):
+        return (bool, value) if isinstance(value, bool) else value  # True is equal to 1
+    if isinstance(value, Tensor):
+        return (type(value).__name__, id(value), value.requires_grad)
+    if isinstance(value, nn.Module):
         return (type(value).__name__, id(value))
     if isinstance(value, np.generic | np.ndarray):
-        return (value.shape, str(value.dtype), value.tobytes()) if value.size <= MAX_ITEMS else id(value)
+        return (value.shape, str(value.dtype), value.tobytes()) if value.size <= MAX_NUMBERS else id(value)
     if isinstance(value, random.Random):
         return hash(value.getstate())
     if isinstance(value, np.random.Generator):
@@ -109,9 +127,18 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
         return str(value.get_state(legacy=False))
     if depth == MAX_DEPTH:
         return id(value)
+    if isinstance(value, FunctionType):  # not its identity: one that is made anew may lie where the last one lay
+        made = (*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__)
+        return (id(value.__code__), *(frozen(content(part), depth + 1) for part in made))
+    if isinstance(value, MethodType):
+        return (frozen(value.__func__, depth + 1), id(value.__self__))
+    if isinstance(value, partial):
+        return (*(frozen(part, depth + 1) for part in (value.func, value.args, value.keywords)),)
     if isinstance(value, Mapping):
         return (len(value), *(_frozen_items(value.items(), depth)))
     if isinstance(value, list | tuple | deque):
+        if len(value) > MAX_ITEMS and len(value) <= MAX_NUMBERS and _NUMBERS.issuperset(map(type, value)):
+            return (type(value).__name__, *value)
         items = value if len(value) <= MAX_ITEMS else [value[0], value[-1]]
         return (type(value).__name__, len(value), *(frozen(item, depth + 1) for item in items))
     if isinstance(value, set | frozenset):
@@ -128,6 +155,16 @@ def _held(value: Any) -> Mapping[str, Any]:
         return {}
     slots = [name for base in kind.__mro__ for name in _names(vars(base).get("__slots__", ())) if hasattr(value, name)]
     return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+
+
+def content(part: Any) -> Any:
+    """Return what a variable of a function around holds, or `part` itself where it is no such variable."""
+    if not isinstance(part, CellType):
+        return part
+    try:
+        return part.cell_contents
+    except ValueError:  # not bound yet
+        return None
 
 
 def _names(slots: str | Iterable[str]) -> Iterable[str]:
@@ -155,9 +192,34 @@ def fingerprint(root: nn.Module, only: Collection[tuple[str, str]] | None = None
         root: The module.
         only: The attributes that steps read; None for all.
     """
-    trained = tuple([(id(p), p.requires_grad) for p in root.parameters()])
-    modes = tuple([module.training for module in root.modules()])
-    return (tuple(python_state(root, only).items()), trained, modes)
+    trained = tuple([(id(p), p.requires_grad, *map(bool, hooks_on(p))) for p in root.parameters()])
+    kinds = tuple([(type(module), module.training, *map(len, hooks_of(module))) for module in root.modules()])
+    shapes = tuple([buffer.shape for buffer in root.buffers()])
+    layouts = tuple(
+        [
+            (path, name, value.shape, value.stride(), value.dtype, value.requires_grad)
+            for path, _, name, value in attributes(root)
+            if isinstance(value, Tensor) and value.layout is torch.strided and (only is None or (path, name) in only)
+        ]
+    )
+    return (tuple(python_state(root, only).items()), trained, kinds, shapes, layouts)
+
+
+def torch_modes() -> tuple[Hashable, ...]:
+    """Return what torch's operations depend on besides their arguments."""
+    kinds = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return (torch.get_default_dtype(), *kinds, torch.is_autocast_cache_enabled())
+
+
+def hooks_on(parameter: Tensor) -> tuple[Any, Any]:
+    """Return the functions that torch calls with a parameter's gradient, before and after adding it."""
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+
+
+def hooks_of(module: nn.Module) -> Iterator[Mapping[int, Any]]:
+    """Yield the functions that torch calls around a module's forward and backward, by kind."""
+    held = module.__dict__
+    return (held[kind] for kind in _HOOKS)
 
 
 def describe(leaves: list[Any], phase: str) -> str:

@@ -30,7 +30,6 @@ class CapturedManualStep(CapturedStep):
     def __init__(self, trainer: Trainer, hooks: Hooks, session: CaptureSession) -> None:
         self._manual = trainer.fit_loop.epoch_loop.manual_optimization
         super().__init__(trainer, hooks, session)
-        self._obstacles = (*self._obstacles, *self._outside)
 
     def _use(self, optimizer: Optimizer) -> None:
         self._optimizer, self._zeroes_its_own_way = optimizer, True

@@ -1,6 +1,6 @@
 """One watched warm-up step, and what two of them say about capturing the step."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from types import CodeType
 from typing import Any
@@ -12,7 +12,7 @@ from zdtrain.source.definitions import attribute_location
 from zdtrain.source.location import Location
 from zdtrain.step.carried import Place, held_tensors, metric_counts, replaced, updates_between
 from zdtrain.step.host import ChangeFinder, HostLooks, change_reasons
-from zdtrain.step.key import is_metric, python_state
+from zdtrain.step.key import attributes, is_metric, python_state
 from zdtrain.step.reach import Reach
 from zdtrain.step.reads import AttributeReads
 from zdtrain.step.watch import HostAccess, Watch, difference, reason_at, storage_of
@@ -75,6 +75,8 @@ class Observation:
         ):
             region()
         self.attributes = reads.names()
+        self._reach.take_elsewhere(reads.elsewhere())
+        self.reasons += _iterators(module, self.attributes)
         held = held_tensors(module)
         self.carried = replaced(self._held, held)
         self.updates = updates_between(counts, metric_counts(module))
@@ -114,6 +116,13 @@ def _changed_attributes(module: nn.Module, before: dict[Any, Any], after: dict[A
             yield attribute_reason(module, path, name)
     for path, name in before.keys() - after.keys():
         yield attribute_reason(module, path, name)
+
+
+def _iterators(module: nn.Module, read: Collection[tuple[str, str]]) -> Iterator[FallbackReason]:
+    """Yield a reason for each iterator that the step reads: where it is cannot be looked at."""
+    for path, _, name, value in attributes(module):
+        if (path, name) in read and isinstance(value, Iterator):
+            yield attribute_reason(module, path, name)
 
 
 def attribute_reason(module: nn.Module, path: str, name: str, *, when: str = "by the step") -> FallbackReason:

@@ -3,18 +3,20 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
 
 from zdtrain.errors import FallbackReason
 from zdtrain.source.definitions import class_location, method_location
 from zdtrain.source.location import Location
 from zdtrain.step.hooks import Hooks, callback_hook, overrides
+from zdtrain.step.key import hooks_of, hooks_on
 from zdtrain.step.log import can_replace_log
 from zdtrain.step.watch import reason_at
 
 HOOKS_INSIDE = frozenset({"on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"})
 HOOKS_OUTSIDE = ("on_train_batch_start", "on_train_batch_end")
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _OURS = ("lightning.pytorch.", "zdtrain.")
 
 
@@ -34,13 +36,12 @@ def module_obstacles(module: LightningModule) -> Iterator[FallbackReason]:
     if not can_replace_log(module):
         yield reason_at(method_location(module, "log"), "log-override", f"{type(module).__name__} has a log of its own")
     for path, part in module.named_modules():
-        for kind in _MODULE_HOOKS:
-            for hook in part.__dict__.get(kind, {}).values():
+        for hooks in hooks_of(part):
+            for hook in hooks.values():
                 if not _is_torchs(hook):
                     yield _hook_reason(hook, f"module {path or type(part).__name__!r} has a hook")
     for path, parameter in module.named_parameters():
-        after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        for hook in (*(parameter._backward_hooks or {}).values(), *after.values()):
+        for hook in [hook for hooks in hooks_on(parameter) for hook in (hooks or {}).values()]:
             yield _hook_reason(hook, f"parameter {path!r} has a hook")
 
 
@@ -64,10 +65,10 @@ def changes_between_steps(
         callbacks: The callbacks.
         hooks: What is called between two steps.
     """
-    for name in hooks:
-        if overrides(module, name, LightningModule):
-            return True
-        for callback in callbacks:
-            if not type(callback).__module__.startswith(_OURS) and overrides(callback, name, Callback):
-                return True
-    return False
+    data = getattr(module.trainer, "datamodule", None)
+    if any(overrides(module, name, LightningModule) for name in (*hooks, *_TRANSFERS, "lr_scheduler_step")):
+        return True
+    if data is not None and any(overrides(data, name, LightningDataModule) for name in _TRANSFERS):
+        return True
+    users = [one for one in callbacks if type(one) is LambdaCallback or not type(one).__module__.startswith(_OURS)]
+    return any(overrides(callback, name, Callback) for callback in users for name in hooks)

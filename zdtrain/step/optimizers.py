@@ -15,7 +15,7 @@ from zdtrain.errors import FallbackReason
 from zdtrain.optim import SimpleAdam
 from zdtrain.optim.groups import hyperparameter_tensors
 from zdtrain.source.location import frame_kind
-from zdtrain.step.handed import DTYPES, InsideByRule, steps_outside
+from zdtrain.step.handed import DTYPES, InsideByRule, state_key, steps_outside
 from zdtrain.step.key import frozen
 from zdtrain.step.updates import RULES
 
@@ -46,7 +46,7 @@ class InsideSimpleAdam:
 
     def key(self) -> Hashable:
         """Return what a program would hold by value."""
-        return self._optimizer.capture_key()
+        return (self._optimizer.capture_key(), state_key(self._optimizer))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -104,9 +104,7 @@ class InsideWithRate:
         """Return what a program would hold by value, and where the state lies."""
         groups = self._optimizer.param_groups
         numbers = tuple([tuple([v for k, v in g.items() if k not in NOT_BAKED]) for g in groups])
-        state: Any = self._optimizer.state
-        first: dict[str, Any] = next(iter(state.values()), {})  # loading a checkpoint replaces all of them
-        return (numbers, len(state), tuple([id(value) for value in first.values()]))
+        return (numbers, state_key(self._optimizer))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -232,6 +230,11 @@ def schedule_state(scheduler: Any) -> Hashable:
     """Return how far a learning-rate scheduler is, and those that it chains, comparable."""
     chained = getattr(scheduler, "_schedulers", ())
     return (frozen(vars(scheduler)), *(schedule_state(one) for one in chained))
+
+
+def way_of(optimizer: Optimizer) -> Hashable:
+    """Return what decides whether the optimizer's update is one that is known."""
+    return (type(optimizer), has_step_hooks(optimizer))
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

@@ -13,7 +13,8 @@ import random
 import sys
 import time
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,8 +26,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zdtrain.errors import FallbackReason
-from zdtrain.source.location import Location, frame_kind
-from zdtrain.step.key import frozen, is_users
+from zdtrain.source.location import NOWHERE, Location, frame_kind
+from zdtrain.step.key import content, frozen, is_users
 from zdtrain.step.watch import Watch, reason_at
 
 # Attributes of the Trainer that a program may hold by value.
@@ -84,6 +85,8 @@ class Reach:
         self._ran: set[int] = set()
         self._before: dict[Hashable, Hashable] = {}
         self._watch: Watch | None = None
+        self._met: weakref.WeakSet[FunctionType] = weakref.WeakSet()  # functions with variables of others, in this step
+        self._lasting: weakref.WeakSet[FunctionType] = weakref.WeakSet()  # and in earlier ones: not made in every step
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Reach, (self._trainer,)  # code that ran in this process cannot be pickled
@@ -117,10 +120,23 @@ class Reach:
                 profile.enable()
             else:
                 sys.setprofile(profile)
+        self._lasting |= self._met
         for key, root in self._roots.items():
             if root.read() != self._before[key]:
                 what = f"{root.label} is changed by the step, which a replay would not"
                 watch.reads.append(reason_at(root.place, "python-state", what))
+
+    def take_elsewhere(self, reads: Iterable[tuple[nn.Module, str]]) -> None:
+        """Take in what a step reads of modules that are not part of its own: attributes, parameters, hooks.
+
+        Args:
+            reads: Such modules, and names of theirs.
+        """
+        for module, name in reads:
+            label = f"{name!r} of a {type(module).__name__} that is held past the module"
+            root = Root(label, NOWHERE, _part_reader(module, name))
+            if root.read() != _GONE:
+                self._roots.setdefault((id(module), name), root)
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
@@ -177,44 +193,43 @@ class Reach:
 
     def _take_global(self, frame: FrameType, line: int, name: str, uses: Uses) -> None:
         scope, value = frame.f_globals, frame.f_globals[name]
-        if isinstance(value, types.ModuleType | type):
-            if not is_users(value):
-                return
+        if not isinstance(value, types.ModuleType):
+            self._add((id(scope), name), f"the global {name!r}", frame, line, _item_reader(scope, name))
+        if isinstance(value, types.ModuleType | type) and is_users(value):
             for attribute in uses.attributes:
                 held = getattr(value, attribute, None)
                 if _is_state(held):
                     label = f"{name}.{attribute}"
                     self._add((id(value), attribute), label, frame, line, _reader(value, attribute))
-        elif _is_state(value):
-            self._add((id(scope), name), f"the global {name!r}", frame, line, _item_reader(scope, name))
 
     def _take_cells(self, frame: FrameType, uses: Uses) -> None:
         """Take in the variables of the functions around, but for those that the step itself makes."""
         code = frame.f_code
         outer = [name for name in code.co_freevars if name != "__class__" and not _is_local(frame, name)]
-        values = frame.f_locals if outer else {}
-        if not any(_is_state(values.get(name)) for name in outer):
+        if not outer:
             return
         for function in gc.get_referrers(code):
             if not isinstance(function, FunctionType) or function.__code__ is not code:
                 continue
             for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-                if name in outer and _is_state(_content(cell)):
+                self._met.add(function)
+                if name in outer and function in self._lasting:
                     label = f"the variable {name!r} of a function around the step"
                     line = uses.names.get(name, code.co_firstlineno)
-                    self._add(id(cell), label, frame, line, partial(_cell_value, cell))
+                    self._add(id(cell), label, frame, line, _cell_reader(function, name))
 
     def _take_class_attributes(self, frame: FrameType, uses: Uses) -> None:
         """Take in what a method reads of its class and not of the instance."""
         owner = _first_argument(frame)
-        if not isinstance(owner, nn.Module):
-            return
-        cls = type(owner)
+        cls, own = (owner, {}) if isinstance(owner, type) else (type(owner), getattr(owner, "__dict__", {}))
+        code = frame.f_code
         for kind in filter(is_users, cls.__mro__):
-            for name in uses.attributes.keys() & vars(kind).keys():
-                if _is_state(vars(kind)[name]) and name not in owner.__dict__:
+            itself = {name: code.co_firstlineno for name, value in vars(kind).items() if _code_of(value) is code}
+            lines = {**itself, **uses.attributes}
+            for name in lines.keys() & vars(kind).keys():
+                if name not in own:
                     label = f"{kind.__name__}.{name}"
-                    self._add((id(cls), name), label, frame, uses.attributes[name], _reader(cls, name))
+                    self._add((id(cls), name), label, frame, lines[name], _class_reader(cls, name))
 
     def _take_defaults(self, frame: FrameType) -> None:
         """Take in default arguments that can be changed in place."""
@@ -267,15 +282,50 @@ def _is_local(frame: FrameType, name: str) -> bool:
     return False
 
 
-def _cell_value(cell: types.CellType) -> Hashable:
-    return frozen(_content(cell))
+def _cell_reader(function: FunctionType, name: str) -> Callable[[], Hashable]:
+    function_of, index = weakref.ref(function), function.__code__.co_freevars.index(name)
+
+    def read() -> Hashable:
+        alive = function_of()
+        return _GONE if alive is None else _value(content((alive.__closure__ or ())[index]))
+
+    return read
 
 
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not bound yet
-        return None
+def _class_reader(cls: type, name: str) -> Callable[[], Hashable]:
+    def read() -> Hashable:
+        for kind in cls.__mro__:
+            if name in kind.__dict__:
+                return _value(kind.__dict__[name])
+        return _GONE
+
+    return read
+
+
+def _part_reader(module: nn.Module, name: str) -> Callable[[], Hashable]:
+    module_of = weakref.ref(module)
+
+    def read() -> Hashable:
+        held = vars(module_of()) if module_of() is not None else {}
+        for names in (held, *(held.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules"))):
+            if name in names:
+                return _value(names[name])
+        return _GONE
+
+    return read
+
+
+def _code_of(value: Any) -> CodeType | None:
+    return getattr(getattr(value, "__func__", value), "__code__", None)
+
+
+def _value(value: Any) -> Hashable:
+    """Return something that changes when another value takes the place of this one, or if it is one that changes."""
+    value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+    if isinstance(value, FunctionType):
+        bare = not (value.__closure__ or value.__defaults__ or value.__kwdefaults__)
+        return id(value.__code__) if bare else frozen(value)
+    return frozen(value) if _is_state(value) or isinstance(value, Tensor | nn.Module) else id(value)
 
 
 def _is_state(value: Any) -> bool:
@@ -288,11 +338,11 @@ def _is_state(value: Any) -> bool:
 
 
 def _reader(owner: Any, name: str) -> Callable[[], Hashable]:
-    return lambda: frozen(getattr(owner, name, _GONE))
+    return lambda: _value(getattr(owner, name, _GONE))
 
 
 def _item_reader(scope: dict[str, Any], name: str) -> Callable[[], Hashable]:
-    return lambda: frozen(scope.get(name, _GONE))
+    return lambda: _value(scope.get(name, _GONE))
 
 
 def _options_reader(optimizer: Optimizer) -> Callable[[], Hashable]:

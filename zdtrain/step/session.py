@@ -11,7 +11,7 @@ from zdtrain.device.base import Runtime
 from zdtrain.errors import FallbackReason
 from zdtrain.step.carried import Carried
 from zdtrain.step.observe import Observation
-from zdtrain.step.optimizers import Inside, inside
+from zdtrain.step.optimizers import Inside, inside, way_of
 from zdtrain.step.program import LeastRecentlyUsed
 from zdtrain.step.reach import Reach
 from zdtrain.step.recording import Recording
@@ -128,7 +128,7 @@ class CaptureSession:
         self.n_fingerprints = 0
         self._fingerprints: dict[Hashable, int] = {}
         self._n_entries = 0
-        self._inside: dict[int, tuple[Optimizer, Inside | FallbackReason]] = {}  # by id of the optimizer
+        self._inside: dict[int, tuple[Optimizer, Hashable, Inside | FallbackReason]] = {}  # by id of the optimizer
         self.fallbacks: dict[FallbackReason, None] = {}
         self._tell = tell
         self._reports: list[ProgramReport] = []
@@ -172,12 +172,17 @@ class CaptureSession:
             number = self._fingerprints[fingerprint] = self.n_fingerprints
         return number
 
+    def is_new(self, optimizer: Optimizer) -> bool:
+        """Return whether `optimizer`, or what is called when it steps, is another one than `inside` knows."""
+        known = self._inside.get(id(optimizer))
+        return known is None or known[0] is not optimizer or known[1] != way_of(optimizer)
+
     def inside(self, optimizer: Optimizer) -> Inside | None:
         """Return how the optimizer's step is part of programs; None, with a reason noted, where it is not."""
-        known = self._inside.get(id(optimizer))
-        if known is None or known[0] is not optimizer:
-            known = self._inside[id(optimizer)] = (optimizer, inside(optimizer, lowered=self.capture == "compile"))
-        found = known[1]
+        if self.is_new(optimizer):
+            found = inside(optimizer, lowered=self.capture == "compile")
+            self._inside[id(optimizer)] = (optimizer, way_of(optimizer), found)
+        found = self._inside[id(optimizer)][-1]
         if isinstance(found, FallbackReason):
             self.note(found)
             return None

@@ -55,9 +55,16 @@ class Saved:
         """Write the copies back in place."""
         for name, copy in self.copies.items():
             live = self._live[name]
-            if live is not None and copy is not None:
+            if live is not None and copy is not None and not _repeats(live):
                 live.copy_(copy)
         self._runtime.restore_rng(self.rng)
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """Return whether elements share memory, as those of an expanded tensor do: no operation writes to such a one."""
+    if tensor.layout is not torch.strided:
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def first_mismatch(expected: Named, got: Named, *, exact: bool) -> Mismatch | None:

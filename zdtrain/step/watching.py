@@ -13,6 +13,7 @@ from zdtrain.errors import FallbackReason
 from zdtrain.step.carried import Carried
 from zdtrain.step.fingerprints import Fingerprints
 from zdtrain.step.host import HostLooks
+from zdtrain.step.key import flatten_batch
 from zdtrain.step.noted import NotedIndex, NotedLog
 from zdtrain.step.observe import Observation, obstacles
 from zdtrain.step.program import Part
@@ -142,6 +143,7 @@ class Watching(ABC):
             find_lines=earlier is not None and bool(earlier.changes),
         )
         counts = around.metric_counts()
+        batch = batch_parts(self._batch)
         # Of tensors of the batch that the step itself makes require a gradient, nobody looks at that gradient later.
         leaves = [] if self._users_between else [leaf for leaf in self._tensor_leaves if not leaf.requires_grad]
         session.watch = seen.watch
@@ -154,6 +156,9 @@ class Watching(ABC):
         session.epoch_in_key = session.epoch_in_key or seen.watch.epoch_read
         seen.reasons += [part.refusal for part in self._inside if part.refusal is not None]
         seen.reasons += self._reasons_against(seen)
+        if batch_parts(self._batch) != batch:
+            what = "the step takes something out of the batch or puts something in, which a replay would not"
+            seen.reasons.append(FallbackReason(code="python-state", message=what))
         for metric, count in counts:
             if metric.is_tensor and metric._update_count != count:
                 what = f"self.log({metric.meta.name!r}, ..., enable_graph=True) keeps the graph of every step"
@@ -191,3 +196,9 @@ class Watching(ABC):
         """Return what a program may read and that is another tensor in every step."""
         carried = entry.carried.tensors() if entry.carried is not None else []
         return [*self._tensor_leaves, *(p.grad for p in self._surroundings.parameters), *carried]
+
+
+def batch_parts(batch: Any) -> tuple[Any, ...]:
+    """Return which objects a batch holds, and how."""
+    leaves, structure = flatten_batch(batch)
+    return (structure, *map(id, leaves))
