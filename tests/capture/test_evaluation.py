@@ -1,5 +1,6 @@
 """Captured validation and test steps leave what eager ones leave, and what they cannot record runs eagerly."""
 
+import os
 import random
 from pathlib import Path
 
@@ -304,15 +305,13 @@ def test_what_changes_between_two_validations(tmp_path):
     assert both(tmp_path, Net).report.evaluation_replayed > 20
 
 
-def test_a_number_that_nobody_sees_change_is_found_by_the_comparison(tmp_path):
-    scale = {}
-
+def test_a_number_that_nobody_sees_change_is_found_by_the_comparison(tmp_path, monkeypatch):
     class Net(Validated):
         def on_validation_start(self):
-            scale["now"] = 1.0 + self.current_epoch // 3
+            monkeypatch.setenv("SCALE", str(1.0 + self.current_epoch // 3))
 
         def validation_step(self, batch, batch_idx):
-            self.log("val_loss", self.loss(batch) * scale["now"])
+            self.log("val_loss", self.loss(batch) * float(os.environ["SCALE"]))
 
     run = both(tmp_path, Net)
     assert run.report.evaluation_replayed > 10
