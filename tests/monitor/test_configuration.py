@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from zdtrain import cli
+from zdtrain import Trainer, cli
 from zdtrain.records import find_runs, load_run
 
 from .runs import Net, loader, run
@@ -67,6 +67,14 @@ def test_the_documented_example_makes_a_trainer(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     exec(code, names)
     assert len(names["trainer"].monitors) == 5  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("options", "is_said"), [({}, True), ({"nonfinite": "skip"}, False)])
+def test_a_lag_that_nobody_waits_for_is_said_to_have_no_effect(monkeypatch, options, is_said):
+    said = []
+    monkeypatch.setattr("zdtrain.loop.watching.rank_zero_info", said.append)
+    Trainer(accelerator="cpu", logger=False, max_lag_steps=7, **options)
+    assert any("max_lag_steps=7 has no effect" in line for line in said) == is_said
 
 
 def test_a_module_that_logs_nothing_can_be_watched():

@@ -48,6 +48,10 @@ class CanMonitor:
             self.monitors.append(NonFinite(then="skip", stop_after=NONFINITE_IN_ROW))
         elif options.nonfinite == "stop":
             self.monitors.append(NonFinite(then="stop"))
+        if not self.monitors and options.max_lag_steps != TrainerOptions.max_lag_steps:
+            rank_zero_info(
+                f"trainer.max_lag_steps={options.max_lag_steps} has no effect without monitors; leave it out."
+            )
         if given or self.monitors or options.ema_decay is not None:
             self._monitor_state = MonitorState(validates=options.ema_validation)
             self.callbacks.insert(0, self._monitor_state)  # type: ignore[attr-defined]
