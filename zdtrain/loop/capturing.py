@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from zdtrain.config import Capture, TrainerOptions
 from zdtrain.drain import Drain
 from zdtrain.errors import FallbackReason
+from zdtrain.readless import readless_metrics
 from zdtrain.records.recorder import RunRecorder
 from zdtrain.step.reach import Reach
 from zdtrain.step.report import CaptureReport
@@ -84,8 +85,10 @@ class CanCapture:
         self._evaluations = self._session(capture, step) if on else None
         trainer.fit_loop.epoch_loop.captures, loop.captures = self._captures, self._evaluations
         stream = self.drain.runtime.training() if on else nullcontext()
+        reads_matter = on or self.drain.runtime.device.type != "cpu"
         try:
-            with stream:  # graphs cannot be captured on the default stream, nor gradients bound to another one
+            # graphs cannot be captured on the default stream, nor gradients bound to another one
+            with stream, readless_metrics() if reads_matter else nullcontext():
                 yield
         finally:
             for session in (self._captures, self._evaluations):

@@ -132,6 +132,8 @@ def attribute_reason(module: nn.Module, path: str, name: str, *, when: str = "by
     place = attribute_location(type(owner), name, outside_init=True)
     if is_metric(owner) and isinstance(getattr(owner, name, None), list):
         what = f"{type(owner).__name__} keeps every batch in the list {label!r}, which a replay cannot grow"
+        if getattr(owner, "thresholds", 0) is None:
+            what += ": give it a number of thresholds="
         return FallbackReason(code="metric-list-state", message=what)
     return reason_at(
         place, "python-state", f"the Python attribute {label!r} is changed {when}, which a replay would not"

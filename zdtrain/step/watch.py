@@ -1,5 +1,6 @@
 """What a warm-up step does, operation by operation, so that two of them can be compared before one is captured."""
 
+import sys
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zdtrain.errors import FallbackReason
+from zdtrain.readless import remedy
 from zdtrain.source.location import Location, locate
 
 # Operations whose result, or whose result's size, the host has to wait for.
@@ -120,7 +122,8 @@ class Watch(TorchDispatchMode):
     def _note_host_read(self, how: str, place: Location) -> None:
         self.host_reads += 1
         said = READ_AS.get(how, how)
-        self.reads.append(reason_at(place, "host-read", f"the step waits for the value of a tensor ({said})"))
+        what = f"the step waits for the value of a tensor ({said}){remedy(sys._getframe())}"
+        self.reads.append(reason_at(place, "host-read", what))
 
     def _note_outside(self, tensors: list[Tensor], operation: Operation) -> None:
         for tensor in tensors:

@@ -56,13 +56,11 @@ class Case:
     """The verdict on the training step."""
     device_only: bool = False
     """Whether the fault exists only where the device is not the CPU, so that a capture on the CPU works."""
-    reads_on_cpu: bool = False
-    """Whether an operation reads on the CPU but not on a GPU, so that a capture on the CPU does not work."""
 
     @property
     def captures_on_cpu(self) -> bool:
         """Whether a captured step can replace the training step on the CPU."""
-        return (self.verdict == "capturable" or self.device_only) and not self.reads_on_cpu
+        return self.verdict == "capturable" or self.device_only
 
     @property
     def name(self) -> str:

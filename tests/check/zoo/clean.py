@@ -331,7 +331,7 @@ CASES = [
     Case(make=MovingAverageInPlace),
     Case(make=DeviceRandomness),
     Case(make=MaskedLoss),
-    Case(make=GumbelOneHot, reads_on_cpu=True),
+    Case(make=GumbelOneHot),
     Case(make=ManualTwoOptimizers),
     Case(make=ManualWithAdam),
     Case(make=ManualWithFusedAdam),
