@@ -26,9 +26,7 @@ def assert_stops_exactly(cause, optimizer, *, step, batches, lag, accumulate=1, 
 @pytest.mark.parametrize(
     ("optimizer", "accumulate", "capture"),
     [
-        ("SGD", 1, "off"),
-        ("SGD", 1, "graph"),
-        ("SGD", 2, "off"),
+        *(("SGD", accumulate, capture) for accumulate in (1, 2) for capture in ("off", "graph")),
         ("SimpleAdam", 1, "off"),
         ("SimpleAdam", 2, "graph"),
         ("fused AdamW", 1, "off"),
