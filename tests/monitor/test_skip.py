@@ -88,6 +88,80 @@ def test_the_schedule_catches_up_when_the_host_hears_of_a_skip():
     assert spoiled.optimizers[0].param_groups[0]["lr"] == reference.optimizers[0].param_groups[0]["lr"]
 
 
+class HostSchedule(Net):
+    """A learning rate that is a tensor on the device, written by a scheduler on the host."""
+
+    def configure_optimizers(self):
+        make = {
+            "SimpleAdam": lambda: SimpleAdam(self.parameters(), lr=0.01),
+            "fused AdamW": lambda: torch.optim.AdamW(self.parameters(), lr=torch.tensor(0.01), fused=True),
+        }
+        optimizer = make[self.optimizer]()
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 2}]
+
+
+@pytest.mark.parametrize("capture", ["off", "graph"])
+@pytest.mark.parametrize(("optimizer", "accumulate"), [("SimpleAdam", 1), ("SimpleAdam", 2), ("fused AdamW", 1)])
+def test_a_schedule_on_the_host_is_exact_at_any_lag_where_the_learning_rate_is_a_tensor(optimizer, accumulate, capture):
+    shared = {"nonfinite": "skip", "accumulate_grad_batches": accumulate, "capture": capture}
+    bad = loader(60 * accumulate, {step * accumulate: "nan" for step in (17, 19, 30)})
+    late = run(HostSchedule(optimizer), bad, lag=10_000, max_lag_steps=20, callbacks=[OneRowAtATime()], **shared)
+    heard_at_once = run(HostSchedule(optimizer), bad, **shared)
+    assert differences(left_behind(late), left_behind(heard_at_once)) == []
+
+
+def test_a_run_says_where_its_schedule_follows_a_skipped_step_late():
+    spoiled = run(Net("AdamW"), loader(20, {7: "nan"}), nonfinite="skip", lag=10_000)
+    (reason,) = spoiled.fit_loop.epoch_loop.fallbacks
+    assert reason.code == "late-schedule"
+    assert "lr of AdamW" in reason.message
+    assert "SimpleAdam(schedule=...)" in reason.message
+    for quiet in (
+        run(HostSchedule("SimpleAdam"), loader(20), nonfinite="skip", lag=10_000),
+        run(Net("AdamW"), loader(20), nonfinite="stop", lag=10_000),
+        run(Net("AdamW"), loader(20), nonfinite="skip"),
+    ):
+        assert quiet.fit_loop.epoch_loop.fallbacks == []
+
+
+class Epochs(Net):
+    """A scheduler that follows epochs, and on request one that follows steps as well."""
+
+    def __init__(self, optimizer, follows_steps):
+        super().__init__(optimizer)
+        self.follows_steps = follows_steps
+
+    def configure_optimizers(self):
+        optimizer = OPTIMIZERS[self.optimizer](self.parameters())
+        schedulers = [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "epoch"}]
+        if self.follows_steps:
+            by_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+            schedulers.append({"scheduler": by_step, "interval": "step"})
+        return [optimizer], schedulers
+
+
+@pytest.mark.parametrize("follows_steps", [False, True])
+@pytest.mark.parametrize("lag", [None, 10_000])
+@pytest.mark.parametrize("step", [5, 19])
+def test_a_skip_leaves_the_schedule_of_epochs_alone(step, lag, follows_steps):
+    make = lambda: Epochs("SimpleAdam", follows_steps)  # noqa: E731
+    skipped = run(make(), loader(20, {step: "nan"}), nonfinite="skip", max_epochs=2, lag=lag)
+    without = run(make(), loader(20, without=(step,)), max_epochs=2)
+    got, want = left_behind(skipped), left_behind(without)
+    assert differences({k: got[k] for k in COUNTED}, {k: want[k] for k in COUNTED}) == []
+
+
+@pytest.mark.parametrize("follows_steps", [False, True])
+@pytest.mark.parametrize("lag", [None, 10_000])
+@pytest.mark.parametrize("step", [5, 19])
+def test_a_stop_keeps_the_schedule_of_epochs_from_moving(step, lag, follows_steps):
+    make = lambda: Epochs("SGD", follows_steps)  # noqa: E731
+    stopped = run(make(), loader(20, {step: "nan"}), nonfinite="stop", max_epochs=2, lag=lag)
+    ended = run(make(), loader(20), max_steps=step, max_epochs=2)
+    assert differences(left_behind(stopped), left_behind(ended)) == []
+
+
 def test_a_checkpoint_of_a_skipped_step_holds_the_schedule_without_it(tmp_path):
     keep = ModelCheckpoint(tmp_path, every_n_train_steps=6, save_top_k=-1, filename="{step}")
     options = {"nonfinite": "skip", "lag": 10_000, "max_lag_steps": 20, "callbacks": [keep]}

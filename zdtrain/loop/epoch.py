@@ -1,5 +1,6 @@
 """The training epoch: stock Lightning's loop with a short path from one batch to the next."""
 
+from contextlib import nullcontext
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -122,17 +123,36 @@ class EpochLoop(_TrainingEpochLoop):
                     monitoring.keep_batch(batch, batch_idx)
                 outputs = (plan.several or plan.step).run(batch, batch_idx, self._should_accumulate())
         progress.increment_processed()
-        if plan.step_schedulers and (plan.several is None or not plan.several.follow_schedule()):
-            self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if plan.step_schedulers:
+            self._step_schedulers(plan)
+        if monitoring is not None and not stop and not self._should_accumulate():
+            monitoring.ran_step()
         if (last or stop) and plan.epoch_schedulers:
-            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+            self._step_epoch_schedulers()
         if stop:
             raise StopIteration
-        if monitoring is None or self._should_accumulate() or not monitoring.ran_step():
+        if monitoring is None or not monitoring.has_stopped:
             plan.hooks("on_train_batch_end", outputs, batch, batch_idx)
         connector.end_step(self.results)
         progress.increment_completed()
         self._log_step(connector)
+
+    def _step_schedulers(self, plan: StepPlan) -> None:
+        if (plan.several is not None and plan.several.follow_schedule()) or self._should_accumulate():
+            return
+        with nullcontext() if self.monitoring is None else self.monitoring.schedule_moves():
+            self.update_lr_schedulers("step", update_plateau_schedulers=False)
+
+    def _step_epoch_schedulers(self) -> None:
+        """Step the schedulers that follow epochs, unless a monitor turns out to have ended the run."""
+        monitoring = self.monitoring
+        if monitoring is not None:
+            monitoring.settle_now()
+            if monitoring.has_stopped:
+                return
+        self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if monitoring is not None:
+            monitoring.end_schedule()
 
     def _should_accumulate(self) -> bool:
         return self.trainer.accumulate_grad_batches != 1 and super()._should_accumulate()

@@ -7,6 +7,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from zdtrain.errors import FallbackReason
+from zdtrain.loop.rates import RatesByCount, copied, reason_for_late_schedule
 from zdtrain.step.results import MetricSlot
 
 
@@ -39,9 +41,11 @@ class History:
 
     Args:
         trainer: The Trainer, with its module attached.
+        late: Where the host hears of skipped steps later: whether a step's update is held back, shape=(), bool, and
+            how many steps the host may be behind.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, late: tuple[Tensor, int] | None = None) -> None:
         self._trainer = trainer
         loop = self._loop = trainer.fit_loop.epoch_loop
         optimizer = loop.automatic_optimization.optim_progress.optimizer
@@ -55,10 +59,27 @@ class History:
         self._schedulers = [c.scheduler for c in trainer.lr_scheduler_configs if c.interval == "step"]
         self._marks: deque[Mark] = deque()
         self._schedules: dict[int, Schedule] = {}  # by number of updates
+        self.rates: RatesByCount | None = None
+        if late is not None and self._schedulers:
+            hold, max_lag_steps = late
+            size = (max_lag_steps + 2) * len(self._schedulers)
+            self.rates = RatesByCount(trainer.optimizers[0], hold, size)
 
     @property
     def _scheduled(self) -> int:
         return self._loop.scheduler_progress.total.completed
+
+    def start(self) -> None:
+        """Begin, or go on, with all steps known to have counted."""
+        self._schedules.clear()
+        if self._marks:  # what is counted so far is no step's share
+            self._marks[-1].scheduled = self._scheduled
+        if self.rates is not None:
+            self.rates.start(self._scheduled)
+
+    def reason_for_late_schedule(self) -> FallbackReason | None:
+        """Return why the schedule follows a skipped step late; None where it does not."""
+        return None if self.rates is None else reason_for_late_schedule(self._trainer.optimizers[0], self._schedulers)
 
     def mark(self) -> None:
         """Keep the state before the step that follows."""
@@ -83,13 +104,12 @@ class History:
         return {id(slot): slot.__dict__["weight"] for slot in self._slots}
 
     def _groups(self) -> list[dict[str, Any]]:
+        kept: Any = float | int | tuple
+        if self.rates is None:  # it takes care of tensors
+            kept |= Tensor
         groups = self._trainer.optimizers[0].param_groups
         return [
-            {
-                name: value.clone() if isinstance(value, Tensor) else value
-                for name, value in group.items()
-                if isinstance(value, Tensor | float | int | tuple) and name != "params"
-            }
+            {name: copied(value) for name, value in group.items() if isinstance(value, kept) and name != "params"}
             for group in groups
         ]
 

@@ -2,7 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -101,7 +102,10 @@ class Monitoring:
             chunk_rows = max(1, min(CHUNK_ROWS, max_lag_steps // 2))
             stream = StepStream(drain, consumers, chunk_rows=chunk_rows, watcher=self.listener)
             self.rows = StepRows(results, stream, self.listener)
-        self._history = History(trainer) if self.guard.holds else None
+        self._history: History | None = None
+        if self.guard.holds:
+            hears_late = not drain.runtime.is_immediate and any(v.action == "skip" for v in self.guard.verdicts)
+            self._history = History(trainer, (self.guard.hold, max_lag_steps) if hears_late else None)
         self._has_started = False
         self._in_doubt = False  # a step has run whose row is not on its way yet
         # batches of the steps that the host has not heard of, where somebody wants to know what spoiled one
@@ -124,6 +128,10 @@ class Monitoring:
         if not self._has_started:  # only now a resumed loop knows
             self._has_started = True
             self.guard.gates.step.fill_(self._loop._batches_that_stepped)
+            if self._history is not None:
+                self._history.start()
+                if reason := self._history.reason_for_late_schedule():
+                    self._loop.say(reason)
         if self._history is not None:
             self._history.mark()
 
@@ -135,14 +143,25 @@ class Monitoring:
         while self._batches[0][0] <= self.listener.heard:
             self._batches.popleft()
 
-    def ran_step(self) -> bool:
-        """Take note that a step ran; return whether it, or an earlier one, is known to have ended the run."""
+    def ran_step(self) -> None:
+        """Take note that a step ran; settle at once where a checkpoint may follow."""
         self._in_doubt = True
         if self._history is not None and any(
             may_save_now(c, self._trainer) for c in self._trainer.checkpoint_callbacks
         ):
             self.settle_now()
-        return self.has_stopped
+
+    @contextmanager
+    def schedule_moves(self) -> Iterator[None]:
+        """Let schedulers that follow steps move in the body, where a step has just been run."""
+        rates = None if self._history is None else self._history.rates
+        with nullcontext() if rates is None else rates.moving(self._loop.scheduler_progress.total):
+            yield
+
+    def end_schedule(self) -> None:
+        """Take note that the schedulers of an epoch moved, where all steps have been heard of."""
+        if self._history is not None:
+            self._history.start()
 
     def end_step(self) -> None:
         """Mask what the step logged; hurry where a monitor is known to have acted, wait where the host is late."""

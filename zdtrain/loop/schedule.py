@@ -5,9 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from zdtrain.loop.rates import SCHEDULED, copied
 from zdtrain.step.program import Part
-
-_SCHEDULED = ("lr", "betas", "momentum")  # what torch's schedulers write
 
 
 class ScheduleAhead:
@@ -51,15 +50,9 @@ class ScheduleAhead:
             self._progress.increment_completed()
 
     def _read(self) -> list[dict[str, Any]]:
-        return [{name: _copied(group[name]) for name in _SCHEDULED if name in group} for group in self._groups]
+        return [{name: copied(group[name]) for name in SCHEDULED if name in group} for group in self._groups]
 
     def _write(self, options: list[dict[str, Any]]) -> None:
         for group, values in zip(self._groups, options, strict=True):
             for name, value in values.items():
                 group[name] = value
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple([_copied(item) for item in value])
-    return value.clone() if isinstance(value, Tensor) else value
