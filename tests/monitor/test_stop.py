@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from zdtrain.monitors import NonFinite, Threshold, When
@@ -105,6 +105,57 @@ def test_nothing_behind_a_stop_is_logged_and_the_record_says_why_the_run_ended(t
     text = (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
     steps = {line.split(",")[text[0].split(",").index("step")] for line in text[1:]}
     assert steps == {str(step) for step in range(37)}
+
+
+class TellsLogger(Net):
+    """Calls a logger itself, with a tensor that the next step overwrites."""
+
+    def __init__(self):
+        super().__init__("AdamW")
+        self.kept = torch.zeros(())
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.kept.copy_(loss.detach())
+        self.logger.log_metrics({"own": self.kept}, step=self.trainer.global_step)
+        return loss
+
+
+def csv_of(batches, folder, **options):
+    callbacks = [LearningRateMonitor("step"), OneRowAtATime()]
+    run(TellsLogger(), batches, logger=CSVLogger(folder, name="csv"), callbacks=callbacks, **options)
+    return (folder / "csv" / "version_0" / "metrics.csv").read_text()
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("lag", [None, 10_000])
+def test_loggers_hear_what_they_hear_of_a_run_that_ended_before_the_step_whoever_tells_them(tmp_path, lag, every):
+    options = {"log_every_n_steps": every}
+    bad = loader(100, {37: "nan"})
+    stopped = csv_of(bad, tmp_path / "stopped", nonfinite="stop", lag=lag, max_lag_steps=50, **options)
+    assert stopped == csv_of(loader(100), tmp_path / "ended", max_steps=37, **options)
+
+
+def test_what_loggers_hear_and_in_which_order_does_not_depend_on_monitors(tmp_path):
+    options = {"log_every_n_steps": 2, "max_epochs": 2}
+    watched = csv_of(loader(30), tmp_path / "watched", nonfinite="stop", lag=10_000, **options)
+    assert watched == csv_of(loader(30), tmp_path / "plain", **options)
+
+
+def test_what_loggers_were_told_before_an_exception_reaches_them_and_they_are_left_as_they_were(tmp_path):
+    class Fails(TellsLogger):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 7:
+                raise RuntimeError("on purpose")
+            return loss
+
+    logger = CSVLogger(tmp_path, name="csv")
+    with pytest.raises(RuntimeError, match="on purpose"):
+        run(Fails(), loader(30), logger=logger, nonfinite="stop", lag=10_000)
+    steps = [line.split(",")[-1] for line in (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().splitlines()]
+    assert steps == ["step", *map(str, range(8))]
+    assert "log_metrics" not in vars(logger)
 
 
 @pytest.mark.parametrize("every", [1, 5])

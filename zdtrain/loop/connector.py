@@ -171,8 +171,7 @@ class LoggerConnector(_LoggerConnector):
             return self._deliver
 
         def deliver(scalars: dict[str, Value], step: int | None, default: tuple[int, int]) -> None:
-            if not monitoring.drops(default[1]):
-                self._deliver(scalars, step, default)
+            monitoring.deliver(default[1], lambda: self._deliver(scalars, step, default))
 
         return deliver
 

@@ -1,30 +1,28 @@
 """The monitors of one fit: what the step asks for them, what the host hears of them, and how a run ends by one."""
 
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from zdtrain.consumers.steps import CHUNK_ROWS, StepConsumer, StepStream
 from zdtrain.drain import Drain, Value
+from zdtrain.loop.calls import LoggerCalls
 from zdtrain.loop.history import History
+from zdtrain.loop.looks import Logged, may_save_now
 from zdtrain.loop.rows import StepRows
+from zdtrain.loop.suspects import Suspects
 from zdtrain.monitor.average import WeightAverage
 from zdtrain.monitor.base import Monitor
 from zdtrain.monitor.conditions import NonFinite
 from zdtrain.monitor.events import MonitorEvent, MonitorWarning
 from zdtrain.monitor.guard import StepGuard
 from zdtrain.monitor.listener import RowListener
-from zdtrain.monitor.locate import locate_nonfinite
 from zdtrain.monitor.statistics import Statistics
-from zdtrain.step.results import MetricSlot, StepResults
+from zdtrain.step.results import StepResults
 
 RecordEvent = Callable[..., None]
 RecordStatistics = Callable[[int, str, dict[str, Value]], None]
@@ -102,15 +100,17 @@ class Monitoring:
             chunk_rows = max(1, min(CHUNK_ROWS, max_lag_steps // 2))
             stream = StepStream(drain, consumers, chunk_rows=chunk_rows, watcher=self.listener)
             self.rows = StepRows(results, stream, self.listener)
+        self._calls: LoggerCalls | None = None
+        if self.listener is not None and any(v.action == "stop" for v in self.guard.verdicts):
+            self._calls = LoggerCalls(trainer, self.listener)
         self._history: History | None = None
         if self.guard.holds:
             hears_late = not drain.runtime.is_immediate and any(v.action == "skip" for v in self.guard.verdicts)
             self._history = History(trainer, (self.guard.hold, max_lag_steps) if hears_late else None)
         self._has_started = False
         self._in_doubt = False  # a step has run whose row is not on its way yet
-        # batches of the steps that the host has not heard of, where somebody wants to know what spoiled one
         keeps = any(isinstance(monitor, NonFinite) and monitor.find_module for monitor in monitors)
-        self._batches: deque[tuple[int, Any, int]] | None = deque() if keeps else None
+        self._suspects = Suspects(trainer) if keeps else None
         self._minimum: tuple[Any, Any] | None = None
         self._signature = [f"{type(m).__name__} {m.metrics or ''} {m.action}" for m in monitors]
         self.has_stopped = False
@@ -137,11 +137,8 @@ class Monitoring:
 
     def keep_batch(self, batch: Any, batch_idx: int) -> None:
         """Keep a batch until the host has heard of its step, where it may have to be looked at again."""
-        if self._batches is None or self.listener is None:
-            return
-        self._batches.append((self._loop._batches_that_stepped, batch, batch_idx))
-        while self._batches[0][0] <= self.listener.heard:
-            self._batches.popleft()
+        if self._suspects is not None and self.listener is not None:
+            self._suspects.keep(batch, batch_idx, step=self._loop._batches_that_stepped, heard=self.listener.heard)
 
     def ran_step(self) -> None:
         """Take note that a step ran; settle at once where a checkpoint may follow."""
@@ -195,13 +192,14 @@ class Monitoring:
         listener, history = self.listener, self._history
         if listener is None or history is None:
             return False
+        if self._calls is not None:
+            self._calls.release()
         for step in listener.take_skipped():
             self.num_skipped += 1
             history.forget(step)
         if listener.stop is not None:
             self._go_back(listener.stop.step)
-            if self._batches is not None:
-                self._look_for_the_cause(listener.stop)
+            self._look_for_the_cause(listener.stop)
         else:
             history.trim(listener.heard)
         return self.has_stopped
@@ -259,6 +257,8 @@ class Monitoring:
         assert self._history is not None
         self._history.rewind(step)
         self.guard.put_back()
+        if self._calls is not None:
+            self._calls.close()
         if not self.has_stopped:
             self.has_stopped = True
             self._minimum = fit_loop.min_epochs, self._loop.min_steps
@@ -266,36 +266,29 @@ class Monitoring:
             trainer.should_stop = True
 
     def _look_for_the_cause(self, stop: MonitorEvent) -> None:
-        """Run the step that ended the run again, eagerly and with hooks, and say which module spoiled it."""
-        batches, self._batches = self._batches or deque(), None
+        suspects, self._suspects = self._suspects, None
         monitor = self.listener.stop_monitor if self.listener is not None else None
-        if not isinstance(monitor, NonFinite) or not monitor.find_module:
+        if suspects is None or not isinstance(monitor, NonFinite) or not monitor.find_module:
             return
-        module = self._trainer.lightning_module
-        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        said = "its batches are not known any more"
-        for batch, batch_idx in [(batch, index) for step, batch, index in batches if step == stop.step]:
-
-            def step(batch: Any = batch, batch_idx: int = batch_idx) -> Any:
-                with self._trainer.precision_plugin.train_step_context():
-                    output = module.training_step(batch, batch_idx) if takes_index else module.training_step(batch)
-                return output["loss"] if isinstance(output, Mapping) else output
-
-            said = locate_nonfinite(module, batch, step)
-            if "was finite when" not in said:
-                break
-        rank_zero_info(f"Step {stop.step}, run again: {said}.")
+        said = suspects.look_at(stop.step)
         if self._record is not None:
             self._record("monitor-cause", step=stop.step, message=said)
 
-    def drops(self, step: int) -> bool:
-        """Return whether what was logged at `step`, before the run ended, lies behind a stop."""
-        listener = self.listener
-        return listener is not None and listener.stop is not None and step >= listener.stop.step
+    def deliver(self, step: int, call: Callable[[], None]) -> None:
+        """Let `call` tell loggers what was logged at `step`, unless that lies behind a stop.
+
+        What callbacks told loggers themselves before that comes first.
+        """
+        stop = None if self.listener is None else self.listener.stop
+        if stop is None or step < stop.step:
+            with nullcontext() if self._calls is None else self._calls.passing():
+                call()
 
     def close(self) -> None:
         """Leave optimizer and loops as they were found."""
         self.guard.release()
+        if self._calls is not None:
+            self._calls.close()
         if self._minimum is not None:
             self._trainer.fit_loop.min_epochs, self._loop.min_steps = self._minimum
 
@@ -341,48 +334,3 @@ class Monitoring:
             rank_zero_info(f"Training ends: {event}. The weights are those before this step.")
         else:
             rank_zero_info(f"{event}")
-
-
-class Logged:
-    """What a step logged, by name.
-
-    Args:
-        results: The training results.
-        wanted: Names of interest; None for all.
-    """
-
-    def __init__(self, results: StepResults, wanted: set[str] | None) -> None:
-        self._results = results
-        self._wanted = wanted
-        self._entries: list[tuple[str, Any]] = []
-        self._known = 0
-
-    def cells(self) -> dict[str, Tensor]:
-        """Return the values that were logged since the step began, 0-D."""
-        results = self._results
-        if len(results) != self._known:
-            self._known = len(results)
-            self._entries = [(name, entry) for entry in results.values() for name in self._names(entry)]
-        found = {}
-        for name, entry in self._entries:
-            if isinstance(entry, MetricSlot):
-                if entry.bank is not None and entry.index in entry.bank.fresh:
-                    found[name] = entry.cell
-            elif entry._forward_cache is not None:
-                found[name] = entry._forward_cache.detach().reshape(())
-        return found
-
-    def _names(self, entry: Any) -> list[str]:
-        names = dict.fromkeys((entry.meta.name, self._results._forked_name(entry, on_step=True)[1]))
-        return [name for name in names if self._wanted is None or name in self._wanted]
-
-
-def may_save_now(callback: Any, trainer: Trainer) -> bool:
-    """Return False where `callback` certainly saves no checkpoint after this batch."""
-    if not isinstance(callback, ModelCheckpoint):
-        return True
-    every = callback._every_n_train_steps
-    interval, checked = callback._train_time_interval, callback._last_time_checked
-    if interval is not None and checked is not None and time.monotonic() - checked >= interval.total_seconds():
-        return True
-    return every >= 1 and trainer.global_step % every == 0
