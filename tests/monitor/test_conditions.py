@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from zdtrain import Trainer
 from zdtrain.errors import ConfigError
@@ -14,23 +15,39 @@ from .runs import QUIET, Net, loader, run
 NAN, INF = math.nan, math.inf
 
 
+class Values(Net):
+    """Logs given values, one per step."""
+
+    def __init__(self, values):
+        super().__init__(scheduler=False)
+        self.given = torch.tensor(values)
+
+    def training_step(self, batch, batch_idx):
+        self.log("value", self.given[batch_idx % len(self.given)])
+        return super().training_step(batch, batch_idx)
+
+
 def steps_of(make, values, *, lag=None, **options):
     """Return the steps at which a monitor calls its function, in a run whose metric takes `values`."""
     heard = []
-
-    class Values(Net):
-        def training_step(self, batch, batch_idx):
-            self.log("value", torch.tensor(values)[batch_idx % len(values)])
-            return super().training_step(batch, batch_idx)
-
-    trainer = run(Values(scheduler=False), loader(len(values)), monitors=[make(heard.append)], lag=lag, **options)
+    trainer = run(Values(values), loader(len(values)), monitors=[make(heard.append)], lag=lag, **options)
     return [event.step for event in heard], heard, trainer
 
 
 def device_steps_of(make, values, **options):
     """Return the steps that the same monitor skips."""
-    skipped = steps_of(lambda _: make("skip"), values, **options)[2]
-    return skipped.skipped_steps
+    held = []
+
+    class Held(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            self.before = [p.detach().clone() for p in module.parameters()]
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if all(map(torch.equal, module.parameters(), self.before)):
+                held.append(batch_idx)
+
+    run(Values(values), loader(len(values)), monitors=[make("skip")], callbacks=[Held()], **options)
+    return held
 
 
 CASES = {
@@ -39,6 +56,13 @@ CASES = {
     "either": (lambda then: Threshold("value", above=2, below=-2, then=then), [0, 3, -3, 0], [1, 2]),
     "patience": (lambda then: Threshold("value", above=0, patience=3, then=then), [1, 1, 0, 1, 1, 1, 1], [5, 6]),
     "cooldown": (lambda then: Threshold("value", above=0, cooldown=2, then=then), [1] * 7, [0, 3, 6]),
+    "rests": (lambda then: Threshold("value", above=0, cooldown=3, then=then), [1, 0, 0, 1, 0, 1, 0, 0], [0, 5]),
+    "starts anew": (lambda then: Threshold("value", above=0, patience=2, then=then), [1, 0, 1, 1, 0, 0, 1], [3]),
+    "late and rests": (
+        lambda then: Threshold("value", above=0, after_step=2, cooldown=1, patience=2, then=then),
+        [1, 1, 1, 0, 1, 1, 1, 1],
+        [5, 7],
+    ),
     "after": (lambda then: Threshold("value", above=0, after_step=3, then=then), [1] * 5, [3, 4]),
     "not finite": (lambda then: NonFinite("value", then=then), [0, NAN, INF, 1e38, -INF], [1, 2, 4]),
     "one of two": (lambda then: NonFinite(["value", "train_loss", "first"], then=then), [0, NAN, 1], [1]),
@@ -56,10 +80,11 @@ def test_a_monitor_that_informs_hears_of_the_right_steps(case):
     assert steps_of(make, [float(value) for value in values])[0] == expected
 
 
+@pytest.mark.parametrize("lag", [None, 30])
 @pytest.mark.parametrize("case", CASES)
-def test_a_monitor_that_acts_does_so_in_as_many_steps(case):
+def test_a_monitor_that_acts_does_so_in_the_same_steps_whether_or_not_the_host_sees_them(case, lag):
     make, values, expected = CASES[case]
-    assert device_steps_of(make, [float(value) for value in values]) == len(expected)
+    assert device_steps_of(make, [float(value) for value in values], lag=lag) == expected
 
 
 def test_a_lagging_device_changes_nothing_in_what_is_heard():

@@ -25,6 +25,16 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Every(TorchDispatchMode):
+    """Counts operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
 class Eight(Net):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -76,6 +86,30 @@ def test_memory_stays_flat_over_many_steps():
 
     run(Sizes("SimpleAdam"), loader(2000), monitors=six(), ema_decay=0.99)
     assert sizes[1] - sizes[0] < 5, "MiB"
+
+
+def operations_of(optimizer, **options):
+    """Return how many operations a step takes once the run has started."""
+    counts = []
+
+    class Counted(Eight):
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx in (20, 40):
+                counts.append(every.count)
+
+    with Every() as every:
+        run(Counted(optimizer, scheduler=False), loader(41), **options)
+    return (counts[1] - counts[0]) / 20
+
+
+@pytest.mark.parametrize("optimizer", ["fused AdamW", "SimpleAdam"])
+def test_a_step_that_gives_no_reason_to_act_takes_few_operations_more_where_the_host_sees_that(optimizer):
+    def acting():
+        return [monitor for monitor in six() if monitor.acts_in_step and not isinstance(monitor, Spike)]
+
+    seen = operations_of(optimizer, monitors=acting()) - operations_of(optimizer)
+    unseen = operations_of(optimizer, monitors=acting(), lag=3) - operations_of(optimizer, lag=3)
+    assert seen <= unseen / 2
 
 
 def test_without_monitors_a_step_knows_nothing_of_them():

@@ -84,6 +84,7 @@ class Monitoring:
             statistics=statistics,
             average=average,
             norm=anything or "grad_norm" in wanted,
+            visible=drain.runtime.is_immediate and trainer.options.capture_in_effect() == "off",  # type: ignore[attr-defined]
         )
         self.rows: StepRows | None = None
         self.listener: RowListener | None = None
@@ -143,8 +144,10 @@ class Monitoring:
     def ran_step(self) -> None:
         """Take note that a step ran; settle at once where a checkpoint may follow."""
         self._in_doubt = True
-        if self._history is not None and any(
-            may_save_now(c, self._trainer) for c in self._trainer.checkpoint_callbacks
+        if (
+            self._history is not None
+            and not self.guard.is_quiet
+            and any(may_save_now(c, self._trainer) for c in self._trainer.checkpoint_callbacks)
         ):
             self.settle_now()
 
@@ -167,7 +170,7 @@ class Monitoring:
         listener = self.listener
         if listener is None:
             return
-        if listener.is_urgent():
+        if not self.guard.is_quiet and listener.is_urgent():
             self._flush()
         step = self._loop._batches_that_stepped
         oldest = step - self._max_lag_steps

@@ -43,9 +43,17 @@ class DeviceGates:
         self.next_step = whole([0] * len(timings))  # shape=(n,), end of the cooldown
         self.step = whole([0] * len(timings))  # shape=(n,), number of the step
         self._open = torch.zeros(len(timings), dtype=torch.bool, device=device)
+        self._num_passed = 0  # steps that `step` does not count yet
+
+    def pass_step(self) -> None:
+        """Let a step go by in which no condition held, and none in the step before it."""
+        self._num_passed += 1
 
     def decide(self, holds: Tensor) -> None:
         """Turn whether each condition holds, shape=(n,), bool, into whether to act, in place."""
+        if self._num_passed:
+            self.step.add_(self._num_passed)
+            self._num_passed = 0
         if self._starts_late:
             holds.logical_and_(torch.ge(self.step, self._after, out=self._open))
         if self._waits:

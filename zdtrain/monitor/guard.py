@@ -55,6 +55,8 @@ class StepGuard:
         statistics: What to keep of the step's values.
         average: Weights to average, if any.
         norm: Measure the gradient norm.
+        visible: The host may look at tensors for nothing, and nothing of a step is recorded to be run again: where it
+            sees that a step gives no reason to act, the step is spared the operations that would say so.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class StepGuard:
         statistics: Sequence[Statistics] = (),
         average: WeightAverage | None,
         norm: bool,
+        visible: bool = False,
     ) -> None:
         self._statistics = list(statistics)
         self.average = average
@@ -88,10 +91,15 @@ class StepGuard:
         self.conditions = Conditions(
             [v.monitor for v in self.verdicts], [limit for limit in limits if limit is not None]
         )
-        self.values = StepValues(device, logged, scalars, self.conditions.metrics, self.conditions.limits)
+        self.values = StepValues(
+            device, logged, scalars, self.conditions.metrics, self.conditions.limits, visible=visible
+        )
         self.conditions.bind(self.values, self.acted)
         self.gates = DeviceGates([verdict.timing for verdict in self.verdicts], device)
         self._seen = torch.zeros_like(self.acted)  # what held for an earlier batch of the window
+        self.is_quiet = False  # whether the host knows that this step's update is as it would be without monitors
+        self._is_at_rest = False  # whether the host knows that no earlier step or batch matters to the verdicts
+        self._counts = [t.numpy().data for t in (latched, self.gates.in_row)] if visible else None
         self._clips = len(limits) > 0
         self._eps, self._one = self.values.board.new_full((), EPS), self.values.board.new_ones(())
         self._factors = self.values.board.new_ones(len(limits))  # shape=(clips,), what gradients are multiplied by
@@ -121,6 +129,7 @@ class StepGuard:
             self._module_state.save(held(self._places))
             self._know_totals()
         self.values.take_lr(optimizer)
+        self.is_quiet = False
 
     def release(self) -> None:
         """Leave the optimizer as it was found."""
@@ -139,7 +148,8 @@ class StepGuard:
     def observe(self, loss: Tensor | None) -> None:
         """Look at the values of a batch whose window goes on: what held for one batch holds for the step."""
         known = self.values.fill(loss, None, ends_window=False)
-        if self.verdicts:
+        if self.verdicts and self.conditions.may_hold(known):
+            self._is_at_rest = False
             self.conditions.decide(known)
             self._seen.logical_or_(self.acted)
 
@@ -152,14 +162,20 @@ class StepGuard:
         """Evaluate the conditions on the step's values; hold the update back, stop or clip."""
         gradients = self._gradients() if self._measures_norm else []
         known = self.values.fill(loss, total_norm(gradients) if gradients else None, ends_window=True)
-        if self.verdicts:
+        self.is_quiet = self._is_at_rest and not self.conditions.may_hold(known)
+        if self.is_quiet:
+            self.gates.pass_step()
+            if self._mask is not None:
+                self._mask.lift()
+        elif self.verdicts:
             self._decide(known, accumulates)
+            self._is_at_rest = self._counts is not None and not any(any(count.tolist()) for count in self._counts)
             if self._clips and gradients:
                 self._clip(gradients)
         if self._statistics:
             row = self.values.row(known)
             for statistics in self._statistics:
-                statistics.update(row, self.hold if self.holds else None)
+                statistics.update(row, self._held())
 
     def _decide(self, known: Known, accumulates: bool) -> None:
         self.conditions.decide(known)
@@ -188,17 +204,23 @@ class StepGuard:
         if self._mask is not None:
             self._mask.after()
         self.values.keep_lr()
-        if self._places:
-            self._module_state.put_back(held(self._places), self.hold)
+        hold = self._held()
+        if self._places and hold is not None:
+            self._module_state.put_back(held(self._places), hold)
         if self.average is not None:
-            self.average.update(self.hold if self.holds else None)
+            self.average.update(hold)
 
     def end_step(self) -> None:
         """Take the step's values out of the epoch again, where its update was held back."""
         if self.holds:
             if len(self._banks) != self._num_banks:
                 self._know_totals()
-            self._put_totals_back(self.hold)
+            if not self.is_quiet:
+                self._put_totals_back(self.hold)
+
+    def _held(self) -> Tensor | None:
+        """Return whether this step's update is held back, shape=(), bool; None where it certainly is not."""
+        return self.hold if self.holds and not self.is_quiet else None
 
     def _put_totals_back(self, hold: Tensor) -> None:
         for total, before in zip(self._totals, self._totals_before, strict=True):

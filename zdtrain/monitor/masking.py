@@ -50,7 +50,10 @@ class Mask(Protocol):
     """One way to hold an optimizer's update back."""
 
     def before(self) -> None:
-        """Prepare for the update, before the step's forward pass or right before the update."""
+        """Prepare for the update, before the optimizer's step is called."""
+
+    def lift(self) -> None:
+        """Let this step's update happen, before it does: the flag is known not to be set."""
 
     def after(self) -> None:
         """Take the update back where the flag is set."""
@@ -79,6 +82,7 @@ class SkipIf:
         self._optimizer = optimizer
         optimizer.skip_if = flag
         self._flag = flag
+        self._is_lifted = False
         self._copies = Copies()
 
     def _rates(self) -> dict[Hashable, Tensor]:
@@ -89,10 +93,17 @@ class SkipIf:
     def before(self) -> None:
         """Keep the learning rates."""
         self._copies.save(self._rates())
+        if self._is_lifted:
+            self._optimizer.skip_if, self._is_lifted = self._flag, False
+
+    def lift(self) -> None:
+        """See `Mask`."""
+        self._optimizer.skip_if, self._is_lifted = None, True
 
     def after(self) -> None:
         """Put the learning rates back."""
-        self._copies.put_back(self._rates(), self._flag != 0)
+        if not self._is_lifted and self._optimizer.schedule is not None:
+            self._copies.put_back(self._rates(), self._flag != 0)
 
     def release(self) -> None:
         """Take the flag away."""
@@ -118,11 +129,15 @@ class FreshState:
         self._flag = flag
         self._known = set(self._state)
 
-    def after(self) -> None:
-        """Drop entries that were made in a step that is held back."""
+    def after(self, *, is_lifted: bool) -> None:
+        """Drop entries that were made in a step that is held back.
+
+        Args:
+            is_lifted: The flag is known not to be set.
+        """
         if len(self._state) == len(self._known):
             return
-        if bool(self._flag):
+        if not is_lifted and bool(self._flag):
             for parameter in [parameter for parameter in self._state if parameter not in self._known]:
                 del self._state[parameter]
         self._known = set(self._state)
@@ -138,19 +153,25 @@ class FoundInf:
 
     def __init__(self, optimizer: Optimizer, flag: Tensor) -> None:
         self._optimizer: Any = optimizer
-        optimizer.found_inf = flag  # type: ignore[attr-defined]
+        self._flag = flag
         self._fresh = FreshState(optimizer, flag)
 
     def before(self) -> None:
-        """Do nothing."""
+        """Hand the flag over."""
+        self._optimizer.found_inf, self._is_lifted = self._flag, False
+
+    def lift(self) -> None:
+        """See `Mask`: without a flag the kernel's counts need no correction."""
+        self._is_lifted = True
+        self.release()
 
     def after(self) -> None:
         """Drop state that was made while the flag was set: a fused SGD leaves its momentum unwritten then."""
-        self._fresh.after()
+        self._fresh.after(is_lifted=self._is_lifted)
 
     def release(self) -> None:
         """Take the flag away."""
-        del self._optimizer.found_inf
+        vars(self._optimizer).pop("found_inf", None)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return nothing."""
@@ -175,7 +196,7 @@ class KeepAndPutBack:
         self._flag = flag
         self._fresh = FreshState(optimizer, flag)
         self._copies = Copies()
-        self._checked = False
+        self._checked = self._is_lifted = False
         self._numbers: list[dict[str, Any]] = []
 
     def _live(self) -> dict[Hashable, Tensor]:
@@ -194,18 +215,24 @@ class KeepAndPutBack:
     @torch.no_grad()
     def before(self) -> None:
         """Copy parameters and state."""
+        self._is_lifted = False
         self._copies.save(self._live())
         if not self._checked:
             self._numbers = self._group_numbers()
 
+    def lift(self) -> None:
+        """See `Mask`."""
+        self._is_lifted = True
+
     @torch.no_grad()
     def after(self) -> None:
         """Put parameters and state back."""
-        self._fresh.after()
+        self._fresh.after(is_lifted=self._is_lifted)
         if not self._checked:
             self._refuse_host_state()
             self._checked = True
-        self._copies.put_back(self._live(), self._flag != 0)
+        if not self._is_lifted:
+            self._copies.put_back(self._live(), self._flag != 0)
 
     def _group_numbers(self) -> list[dict[str, Any]]:
         groups = self._optimizer.param_groups

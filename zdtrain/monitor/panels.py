@@ -5,17 +5,19 @@ Constants are tensors of the dtype that they meet, because a Python number makes
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zdtrain.monitor.base import Monitor, RowMonitor
 from zdtrain.monitor.conditions import INF, NonFinite, Plateau, Spike, Threshold
-from zdtrain.monitor.values import NAN, ZERO, Known, StepValues
+from zdtrain.monitor.values import HIGHEST, LEAST, LOWEST, MOST, NAN, ZERO, Known, StepValues
 
-Entry = str | Tensor
-"""The name of a metric, or a limit that metrics are compared with."""
+Entry = str | Tensor | int
+"""The name of a metric, a limit that metrics are compared with, or a cell of the board that holds a constant."""
+Bounds = tuple[int, int, int]
+"""A cell of the board, and the cells that hold the least and the largest number that are no reason to act."""
 
 
 class Panel(ABC):
@@ -46,13 +48,21 @@ class Panel(ABC):
             present: Which monitors have their metric in this step, shape=(monitors,), bool; None where all have.
         """
 
+    def bounds(self, places: Sequence[int]) -> list[Bounds] | None:  # noqa: ARG002
+        """Return within which bounds no condition can hold; None where there is more to it than the step's values.
+
+        Args:
+            places: Where the values of `entries` lie on the board.
+        """
+        return None
+
 
 class ThresholdPanel(Panel):
     """``below > x`` or ``x > above``."""
 
     def __init__(self, monitors: Sequence[Threshold]) -> None:
-        above = [m.above if m.above is not None else torch.tensor(INF) for m in monitors]
-        below = [m.below if m.below is not None else torch.tensor(-INF) for m in monitors]
+        above = [HIGHEST if m.above is None else m.above for m in monitors]
+        below = [LOWEST if m.below is None else m.below for m in monitors]
         self._has_below = any(m.below is not None for m in monitors)
         super().__init__(monitors, [*_metrics(monitors), *above, *(below if self._has_below else [])])
 
@@ -66,6 +76,12 @@ class ThresholdPanel(Panel):
         torch.gt(self._x, self._above, out=self._holds)
         if self._has_below:
             self._holds.logical_or_(torch.lt(self._x, self._below[0]))
+
+    def bounds(self, places: Sequence[int]) -> list[Bounds]:
+        """See `Panel`."""
+        n = len(self.monitors)
+        below = places[2 * n :] or [LOWEST] * n
+        return [found for found in zip(places, below, places[n:], strict=False) if found[0] != NAN]
 
 
 class NonFinitePanel(Panel):
@@ -87,6 +103,10 @@ class NonFinitePanel(Panel):
         """See `Panel`."""
         gap = self._x - self._x  # 0 where finite, else NaN
         torch.ne(torch.mv(gap, self._ones), self._none, out=self._holds)
+
+    def bounds(self, places: Sequence[int]) -> list[Bounds]:
+        """See `Panel`."""
+        return [(place, LEAST, MOST) for place in places]
 
 
 class PlateauPanel(Panel):
@@ -144,6 +164,17 @@ class SpikePanel(Panel):
         variance.addcmul_(delta, shift).mul_(self._one - weight)
 
 
+class Plan(NamedTuple):
+    """What to look at in a step that has certain values."""
+
+    places: Tensor
+    """Where the entries of all panels lie on the board, shape=(entries,), int64."""
+    present: list[Tensor | None]
+    """For each panel which monitors have their metric, shape=(monitors,), bool; None where all have."""
+    bounds: list[Bounds] | None
+    """Within which bounds no condition can hold; None where there is more to it than the step's values."""
+
+
 class Conditions:
     """The conditions of some monitors, in their order.
 
@@ -165,7 +196,7 @@ class Conditions:
         self.metrics = [entry for entry in entries if isinstance(entry, str)]
         self.limits = [*(entry for entry in entries if isinstance(entry, Tensor)), *limits]
         self._num_further = len(limits)
-        self._plans: dict[Known, tuple[Tensor, list[Tensor | None]]] = {}
+        self._plans: dict[Known, Plan] = {}
 
     def bind(self, values: StepValues, holds: Tensor) -> None:
         """Take note of where the values lie, and of where to write.
@@ -191,12 +222,17 @@ class Conditions:
             panel.bind(entries, held)
         self._function_cells = rest.unbind()
 
+    def may_hold(self, known: Known) -> bool:
+        """Return False where the host sees, for nothing, that no condition holds in a step with the values `known`."""
+        bounds = self._plan_for(known).bounds
+        shown = None if bounds is None else self._values.look()
+        if bounds is None or shown is None:
+            return True
+        return any(not shown[least] <= shown[place] <= shown[most] for place, least, most in bounds)
+
     def decide(self, known: Known) -> None:
         """Write whether the conditions hold in a step that has the values `known`."""
-        plan = self._plans.get(known)
-        if plan is None:
-            plan = self._plans[known] = self._plan(known)
-        places, present = plan
+        places, present, _ = self._plan_for(known)
         torch.index_select(self._values.board, 0, places, out=self._entries)
         for panel, among in zip(self._panels, present, strict=True):
             panel.decide(among)
@@ -211,22 +247,30 @@ class Conditions:
         if self._order is not None:
             torch.index_select(self._unordered, 0, self._order, out=self._holds)
 
-    def _plan(self, known: Known) -> tuple[Tensor, list[Tensor | None]]:
-        """Return where the entries lie on the board, and which monitors of each panel have their metric."""
-        found, limit = self._values.places(known), self._values.first_limit
+    def _plan_for(self, known: Known) -> Plan:
+        plan = self._plans.get(known)
+        if plan is None:
+            plan = self._plans[known] = self._plan(known)
+        return plan
+
+    def _plan(self, known: Known) -> Plan:
+        found, limit, device = self._values.places(known), self._values.first_limit, self._holds.device
         places: list[int] = []
         masks: list[Tensor | None] = []
+        bounds: list[Bounds] | None = None if self._functions else []
         for panel in self._panels:
             for entry in panel.entries:
-                if isinstance(entry, str):
-                    places.append(found.get(entry, panel.absent))
-                else:
+                if isinstance(entry, Tensor):
                     places.append(limit)
                     limit += 1
+                else:
+                    places.append(found.get(entry, panel.absent) if isinstance(entry, str) else entry)
+            within = panel.bounds(places[-len(panel.entries) :])
+            bounds = None if bounds is None or within is None else list(dict.fromkeys([*bounds, *within]))
             present = [any(metric in found for metric in monitor.metrics or ()) for monitor in panel.monitors]
-            masks.append(None if all(present) else torch.tensor(present, device=self._holds.device))
+            masks.append(None if all(present) else torch.tensor(present, device=device))
         places += range(limit, limit + self._num_further)
-        return torch.tensor(places, dtype=torch.int64, device=self._holds.device), masks
+        return Plan(torch.tensor(places, dtype=torch.int64, device=device), masks, bounds)
 
     def state(self) -> dict[str, Tensor]:
         """Return what a run that goes on needs to know, by name."""

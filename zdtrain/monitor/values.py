@@ -1,5 +1,6 @@
 """Where the values of a training step lie on the device, by name."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,9 @@ from torch.optim import Optimizer
 
 from zdtrain.monitor.events import Row
 
-NAN, ZERO = 0, 1  # cells of the board that stand for a value that is not there
+NAN, ZERO, LOWEST, HIGHEST, LEAST, MOST = range(6)
+"""Cells of the board that hold constants: NaN and 0 stand for values that are not there, then come the infinities and
+the extreme finite numbers."""
 OWN = ("loss", "grad_norm", "lr")
 Known = tuple[Any, ...]
 
@@ -17,7 +20,7 @@ Known = tuple[Any, ...]
 class StepValues:
     """Brings what a step's monitors look at side by side: one operation fills a *board* of cells.
 
-    The board holds two constants, the step's own values, the run's scalars, the logged metrics that somebody looks at
+    The board holds some constants, the step's own values, the run's scalars, the logged metrics that somebody looks at
     and the limits that they are compared with.
 
     Args:
@@ -26,6 +29,7 @@ class StepValues:
         scalars: The run's scalars that belong into a row, by name.
         metrics: Names that monitors look at inside the step.
         limits: Limits that they are compared with, 0-D, wherever they are kept.
+        visible: The host may look at tensors for nothing.
     """
 
     def __init__(
@@ -35,25 +39,30 @@ class StepValues:
         scalars: Mapping[str, Tensor],
         metrics: Sequence[str] = (),
         limits: Sequence[Tensor] = (),
+        *,
+        visible: bool = False,
     ) -> None:
         self.device = device
         self._logged = logged
         self._scalars = dict(scalars)
         self.names = (*OWN, *self._scalars)  # of the values in `vector`
         metrics = list(dict.fromkeys(metrics))
-        first, self.first_limit = 2 + len(self.names), 2 + len(self.names) + len(metrics)
+        own = MOST + 1
+        first, self.first_limit = own + len(self.names), own + len(self.names) + len(metrics)
         wide = torch.float32 if device.type == "mps" else torch.float64
-        # shape=(2 + names + metrics + limits,)
+        # shape=(constants + names + metrics + limits,)
         self.board = torch.full((self.first_limit + len(limits),), float("nan"), dtype=wide, device=device)
-        self.board[ZERO] = 0.0
-        self.vector = self.board[2:first]  # shape=(names,), what belongs into a row besides the logged metrics
+        most = torch.finfo(wide).max
+        self.board[ZERO:own] = torch.tensor([0.0, -math.inf, math.inf, -most, most], dtype=wide)
+        self._shown: Any = self.board.numpy().data if visible else None
+        self.vector = self.board[own:first]  # shape=(names,), what belongs into a row besides the logged metrics
         cells = self.board.unbind()
-        self._loss, self.grad_norm, self._lr = cells[2:5]  # the norm is that before clipping
-        self._own_places = {name: 2 + index for index, name in enumerate(self.names)}
+        self._loss, self.grad_norm, self._lr = cells[own : own + 3]  # the norm is that before clipping
+        self._own_places = {name: own + index for index, name in enumerate(self.names)}
         self._places = {name: first + index for index, name in enumerate(metrics)}
         self._metric_cells = dict(zip(metrics, cells[first : self.first_limit], strict=True))
         self._fixed = [*self._scalars.values(), *limits]  # what every step takes over
-        self._fixed_cells = [*cells[5:first], *cells[self.first_limit :]]
+        self._fixed_cells = [*cells[own + 3 : first], *cells[self.first_limit :]]
         self._watches_lr = "lr" in metrics
         self.has_norm = False
         self._lr_tensor: Tensor | None = None  # the optimizer's own, where it is one
@@ -106,6 +115,10 @@ class StepValues:
         if targets:
             torch._foreach_copy_(targets, sources)
         return (loss is not None, norm is not None, ends_window, *logged)
+
+    def look(self) -> list[float] | None:
+        """Return the numbers on the board; None where the host can't know them for nothing."""
+        return None if self._shown is None else self._shown.tolist()
 
     def places(self, known: Known) -> dict[str, int]:
         """Return the cell of each value that there is in such a step: a logged metric comes before what is our own."""
