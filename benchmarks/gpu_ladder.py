@@ -244,19 +244,18 @@ def raw_graph(window: Window, net: nn.Module, *, runtime: Runtime, copies: bool)
         F.cross_entropy(net(tokens), labels).backward()
         optimizer.step()
 
-    with runtime.training():
-        for _ in range(3):
-            step()
-        graph = runtime.graph()
-        optimizer.zero_grad()
-        with graph.capture():
-            step()
-        for batch in window:
-            if copies:
-                tokens.copy_(batch[0], non_blocking=True)
-                labels.copy_(batch[1], non_blocking=True)
-            graph.replay()
-        window.stop()
+    for _ in range(3):
+        step()
+    graph = runtime.graph()
+    optimizer.zero_grad()
+    with graph.capture():
+        step()
+    for batch in window:
+        if copies:
+            tokens.copy_(batch[0], non_blocking=True)
+            labels.copy_(batch[1], non_blocking=True)
+        graph.replay()
+    window.stop()
 
 
 class Stopwatch(pl.Callback):

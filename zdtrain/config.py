@@ -23,8 +23,8 @@ class TrainerOptions:
     """Numbers that live on the device as 0-D tensors, by name, or a `DeviceScalars`."""
     capture: Capture = "auto"
     """Record the training step once and replay it: ``"off"``, ``"graph"`` (the very operations of the eager step),
-    ``"compile"`` (the same, lowered by Inductor), or ``"auto"``, which is ``"off"`` until device graphs have run on
-    hardware. The environment variable ZDTRAIN_CAPTURE, where it is set, wins."""
+    ``"compile"`` (the same, lowered by Inductor), or ``"auto"``: ``"graph"`` on one CUDA device, ``"off"`` elsewhere.
+    The environment variable ZDTRAIN_CAPTURE, where it is set, wins."""
     verify_capture: bool = True
     """Compare every recorded step with an eager one before it is trusted, and again once an epoch."""
     steps_per_replay: int = 1
@@ -52,6 +52,7 @@ class TrainerOptions:
             if not isinstance(value, bool):
                 raise ConfigError(f"trainer.{name}={value!r}: use True or False.")
         _check_choice("trainer.capture", self.capture, Capture)
+        self._choice()
         _check_choice("trainer.nonfinite", self.nonfinite, Nonfinite)
         lag, decay = self.max_lag_steps, self.ema_decay
         if isinstance(lag, bool) or not isinstance(lag, int) or lag < 1:
@@ -77,15 +78,29 @@ class TrainerOptions:
                 f"{window} in two: use a multiple of accumulate_grad_batches={window}, e.g. {window * 4}."
             )
 
-    def capture_in_effect(self) -> Capture:
+    @property
+    def chooses_capture(self) -> bool:
+        """Whether somebody asked for a way to capture steps, or for none, instead of leaving it to us."""
+        return self._choice() != "auto"
+
+    def capture_in_effect(self, *, device_graphs: bool) -> Capture:
         """Return how steps are captured: ``"off"``, ``"graph"`` or ``"compile"``.
+
+        Args:
+            device_graphs: Steps run on one device that has graphs of its own.
 
         Raises:
             ConfigError: The environment variable has a value that is none of the option's.
         """
+        choice = self._choice()
+        if choice == "auto":
+            return "graph" if device_graphs else "off"
+        return choice
+
+    def _choice(self) -> Capture:
         choice: Any = os.environ.get(CAPTURE_VARIABLE) or self.capture
         _check_choice(CAPTURE_VARIABLE, choice, Capture)
-        return "off" if choice == "auto" else choice
+        return choice  # type: ignore[no-any-return]
 
 
 def _check_choice(option: str, value: Any, choices: Any) -> None:

@@ -11,6 +11,10 @@ class ConfigError(ZDTrainError, ValueError):
     """An option has a value that cannot be used; the message names the option, the value and the remedy."""
 
 
+class CaptureError(ZDTrainError, RuntimeError):
+    """A captured step failed and could not be taken back: the run must not go on from there."""
+
+
 class LossShapeError(ZDTrainError, ValueError):
     """A training step returned a loss that is not a single number."""
 

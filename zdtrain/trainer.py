@@ -40,7 +40,7 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
         scalars: Numbers that live on the device as 0-D tensors, by name: ``trainer.scalars.alpha`` reads one, assigning
             to it writes it in place. They are saved in checkpoints.
         capture: Record the training step once and replay it: ``"off"``, ``"graph"``, ``"compile"``, or ``"auto"``,
-            which is ``"off"`` until device graphs have run on hardware. What cannot be recorded runs eagerly and is
+            which is ``"graph"`` on one CUDA device and ``"off"`` elsewhere. What cannot be recorded runs eagerly and is
             named in `capture_report`. The environment variable ZDTRAIN_CAPTURE wins.
         verify_capture: Compare every recorded step with an eager one before it is trusted, and again once an epoch.
         steps_per_replay: Steps that run as one program where steps are captured and nobody looks in between. Batches,

@@ -5,11 +5,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zdtrain.device.host import HostRuntime
 
 READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "bincount"}
+
+
+def aliased(tensor):
+    """Return another tensor in the same memory: a graph knows addresses, not tensors."""
+    return torch.empty(0, dtype=tensor.dtype).set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+    )
 
 
 class _Recorder(TorchDispatchMode):
@@ -35,7 +42,8 @@ class _Recorder(TorchDispatchMode):
             if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in before
         }
         if not func._schema.name.startswith("profiler::"):
-            self.graph.operations.append((func, args, kwargs, out, before))
+            args, kwargs, kept = tree_map_only(Tensor, aliased, (args, kwargs, out))
+            self.graph.operations.append((func, args, kwargs, kept, before))
         return out
 
 
@@ -87,6 +95,8 @@ class HostGraph:
 
 class GraphRuntime(HostRuntime):
     """The host, with graphs."""
+
+    has_graphs = True
 
     def graph(self):
         return HostGraph()

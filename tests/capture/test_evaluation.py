@@ -18,9 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import zdtrain
 import zdtrain.loop.capturing
-from zdtrain.step.session import CaptureSession
 
-from .host_graph import GraphRuntime
 from .runs import CLASSES, FEATURES, QUIET, Classifier, assert_equal, assert_same, batches, both, codes, fit, trap_line
 
 KEPT = []
@@ -171,16 +169,6 @@ class Keeps(Callback):
 
     def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
         self.seen.append((outputs, batch, batch_idx))
-
-
-@pytest.fixture
-def device_graphs(monkeypatch):
-    """Capture in device graphs, on a stand-in for them."""
-
-    def session(**options):
-        return CaptureSession(**{**options, "runtime": GraphRuntime(), "device_graphs": True})
-
-    monkeypatch.setattr(zdtrain.loop.capturing, "CaptureSession", session)
 
 
 def outputs_stay_valid(folder):

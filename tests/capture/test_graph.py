@@ -1,32 +1,24 @@
 """Steps captured in device graphs, on a stand-in for the device's graph: the same code, real numbers."""
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import zdtrain.loop.capturing
 import zdtrain.step.handed
 import zdtrain.step.tape
 from zdtrain.optim import SimpleAdam
 from zdtrain.step.graph import GraphProgram, LoweredGraphProgram
 from zdtrain.step.report import readable
-from zdtrain.step.session import CaptureSession
 from zdtrain.step.tape import LoweredTape, record
 from zdtrain.step.verify import first_mismatch
 
 from .host_graph import GraphRuntime, HostGraph
-from .runs import CLASSES, FEATURES, Classifier, Metered, assert_same, batches, both, codes, fit
-
-
-@pytest.fixture
-def device_graphs(monkeypatch):
-    def session(**options):
-        return CaptureSession(**{**options, "runtime": GraphRuntime(), "device_graphs": True})
-
-    monkeypatch.setattr(zdtrain.loop.capturing, "CaptureSession", session)
+from .runs import CLASSES, FEATURES, Classifier, Metered, assert_equal, assert_same, batches, both, codes, fit
 
 
 class Adam(Classifier):
@@ -93,6 +85,43 @@ def test_what_a_callback_keeps_is_not_overwritten_by_the_next_replay(tmp_path):
     assert_same(runs[0][0], runs[1][0])
     assert runs[1][0].report.steps_replayed > 30
     assert [loss.item() for loss in runs[0][1]] == [loss.item() for loss in runs[1][1]]
+
+
+@pytest.mark.usefixtures("device_graphs")
+@pytest.mark.parametrize("window", [1, 2])
+def test_gradients_that_a_callback_keeps_are_not_overwritten_by_the_next_replay(tmp_path, window):
+    class Keeps(Callback):
+        def __init__(self):
+            self.kept = []
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.kept.append([parameter.grad for parameter in module.parameters()])
+
+    keepers = {capture: Keeps() for capture in ("off", "graph")}
+    eager, captured = (
+        fit(tmp_path, Adam, capture, callbacks=lambda kept=keeper: [kept], accumulate_grad_batches=window)
+        for capture, keeper in keepers.items()
+    )
+    assert_same(eager, captured)
+    assert captured.report.steps_replayed > 25
+    # in a window, stock adds to one tensor: what was kept first has the sum as well
+    last = slice(window - 1, None, window)
+    assert_equal(keepers["off"].kept[last], keepers["graph"].kept[last], "gradients")
+
+
+@pytest.mark.usefixtures("device_graphs")
+@pytest.mark.parametrize("window", [1, 3])
+def test_gradients_that_nobody_keeps_stay_in_the_memory_of_the_graph(tmp_path, window):
+    class Looks(Callback):
+        addresses = Counter()
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.addresses[next(module.parameters()).grad.data_ptr()] += 1
+
+    run = fit(tmp_path, Adam, "graph", callbacks=lambda: [Looks()], accumulate_grad_batches=window, max_epochs=8)
+    assert run.report.steps_replayed > 50
+    programs = [program.replays for program in run.report.programs]
+    assert [n for _, n in Looks.addresses.most_common(len(programs))] >= sorted(programs, reverse=True)
 
 
 class ReadsInSomeSteps(Classifier):

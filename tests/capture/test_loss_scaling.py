@@ -7,13 +7,10 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import zdtrain.loop.capturing
 from examples.gan import GAN, ring
 from zdtrain.optim import SimpleAdam
-from zdtrain.step.session import CaptureSession
 from zdtrain.step.verify import first_mismatch
 
-from .host_graph import GraphRuntime
 from .runs import CLASSES, FEATURES, Classifier, assert_same, batches, codes, fit
 
 
@@ -155,11 +152,8 @@ def test_an_optimizer_that_the_host_has_to_ask_for_steps_behind_the_program(tmp_
     assert 0 < Hooked.steps < 2 * 48
 
 
-def test_a_device_graph_overflows_and_grows_like_an_eager_step(tmp_path, monkeypatch):
-    def session(**options):
-        return CaptureSession(**{**options, "runtime": GraphRuntime(), "device_graphs": True})
-
-    monkeypatch.setattr(zdtrain.loop.capturing, "CaptureSession", session)
+@pytest.mark.usefixtures("device_graphs")
+def test_a_device_graph_overflows_and_grows_like_an_eager_step(tmp_path):
     _, captured = both_half(tmp_path, Overflows, gradient_clip_val=0.1)
     assert captured.report.steps_replayed > 20
     assert captured.report.fallbacks == ()

@@ -215,32 +215,30 @@ def test_a_host_read_in_a_captured_step_is_taken_back_and_dropout_still_draws(tm
 def test_a_refused_capture_leaves_the_runtime_as_it_was():
     runtime = runtime_for(torch.device(DEVICE))
     x = torch.ones(1000, device=DEVICE)
-    with runtime.training():
-        nn.functional.dropout(x)
-        with pytest.raises(RuntimeError), runtime.graph().capture():
-            nn.functional.dropout(x).sum().item()
-        torch.cuda.empty_cache()  # asserts that no capture is under way
-        state = runtime.rng_state()
-        want = nn.functional.dropout(x)
-        runtime.restore_rng(state)
-        graph = runtime.graph()
-        with graph.capture():
-            got = nn.functional.dropout(x)
-        graph.replay()
-        assert torch.equal(got, want)
-        graph.reset()
+    nn.functional.dropout(x)
+    with pytest.raises(RuntimeError), runtime.graph().capture():
+        nn.functional.dropout(x).sum().item()
+    torch.cuda.empty_cache()  # asserts that no capture is under way
+    state = runtime.rng_state()
+    want = nn.functional.dropout(x)
+    runtime.restore_rng(state)
+    graph = runtime.graph()
+    with graph.capture():
+        got = nn.functional.dropout(x)
+    graph.replay()
+    assert torch.equal(got, want)
+    graph.reset()
 
 
 def test_a_pool_outlives_its_graphs():
     runtime = runtime_for(torch.device(DEVICE))
-    with runtime.training():
-        for _ in range(3):
-            graph = runtime.graph()
-            with graph.capture():
-                kept = torch.ones(1 << 20, device=DEVICE)
-            graph.replay()
-            graph.reset()  # while `kept` lies in the pool
-        assert kept.sum().item() == 1 << 20
+    for _ in range(3):
+        graph = runtime.graph()
+        with graph.capture():
+            kept = torch.ones(1 << 20, device=DEVICE)
+        graph.replay()
+        graph.reset()  # while `kept` lies in the pool
+    assert kept.sum().item() == 1 << 20
 
 
 # Streams and threads
@@ -336,15 +334,14 @@ def test_a_copy_overlaps_the_step_before_it():
     host = runtime.pinned((1 << 24,), torch.float32)
     target = torch.empty(1 << 24, device=DEVICE)
     free, done, step = runtime.event(), runtime.event(), runtime.event()
-    with runtime.training():
-        runtime.synchronize()
-        free.record("train")
-        torch.cuda._sleep(1_000_000_000)  # half a second: the step
-        step.record("train")
-        runtime.copy_async(target, host, "copy", after=free, done=done)
-        done.synchronize()
-        assert not step.query()
-        runtime.synchronize()
+    runtime.synchronize()
+    free.record("train")
+    torch.cuda._sleep(1_000_000_000)  # half a second: the step
+    step.record("train")
+    runtime.copy_async(target, host, "copy", after=free, done=done)
+    done.synchronize()
+    assert not step.query()
+    runtime.synchronize()
 
 
 @pytest.mark.parametrize("capture", ["off", "graph"])

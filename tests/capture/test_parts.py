@@ -20,6 +20,7 @@ from zdtrain.step.noted import NotedIndex
 from zdtrain.step.program import LeastRecentlyUsed
 from zdtrain.step.reach import Reach
 from zdtrain.step.session import MAX_PROGRAMS, CaptureSession
+from zdtrain.step.shared import SharedCaptures
 from zdtrain.step.tape import Tape, record
 from zdtrain.step.verify import Saved, first_mismatch
 from zdtrain.step.watch import HostAccess, Watch, difference
@@ -108,7 +109,11 @@ def test_more_kinds_of_steps_than_can_be_kept_are_named(tmp_path):
 
 def test_a_released_session_holds_no_tensors():
     session = CaptureSession(
-        capture="graph", verify=True, runtime=runtime_for(torch.device("cpu")), reach=Reach(None), tell=print
+        capture="graph",
+        verify=True,
+        shared=SharedCaptures(runtime_for(torch.device("cpu"))),
+        reach=Reach(None),
+        tell=print,
     )
     session.entry("key", lambda: "a batch").captures = 1
     session.release()
@@ -274,24 +279,29 @@ def test_a_wrong_choice_names_the_option_and_the_nearest_one(monkeypatch):
         TrainerOptions(verify_capture=3)
     monkeypatch.setenv("ZDTRAIN_CAPTURE", "compiled")
     with pytest.raises(ConfigError, match=r"ZDTRAIN_CAPTURE='compiled'.*did you mean 'compile'"):
-        TrainerOptions().capture_in_effect()
+        TrainerOptions()
 
 
 @pytest.mark.parametrize(
-    ("option", "variable", "choice"),
+    ("option", "variable", "on_host", "with_graphs"),
     [
-        ("auto", None, "off"),
-        ("graph", None, "graph"),
-        ("graph", "off", "off"),
-        ("graph", "auto", "off"),
-        ("off", "compile", "compile"),
+        ("auto", None, "off", "graph"),
+        ("graph", None, "graph", "graph"),
+        ("graph", "off", "off", "off"),
+        ("graph", "auto", "off", "graph"),
+        ("off", "", "off", "off"),
+        ("off", "compile", "compile", "compile"),
     ],
 )
-def test_the_environment_wins_and_auto_captures_nothing_yet(monkeypatch, option, variable, choice):
+def test_the_environment_wins_and_auto_captures_where_the_device_has_graphs(
+    monkeypatch, option, variable, on_host, with_graphs
+):
     monkeypatch.delenv("ZDTRAIN_CAPTURE", raising=False)
     if variable is not None:
         monkeypatch.setenv("ZDTRAIN_CAPTURE", variable)
-    assert TrainerOptions(capture=option).capture_in_effect() == choice
+    options = TrainerOptions(capture=option)
+    assert options.capture_in_effect(device_graphs=False) == on_host
+    assert options.capture_in_effect(device_graphs=True) == with_graphs
 
 
 def test_verification_can_be_switched_off(tmp_path):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from zdtrain.device import is_capturing, runtime_for
-from zdtrain.errors import ConfigError
 
 
 class FakeCuda:
@@ -23,6 +22,8 @@ class FakeCuda:
         self.is_initialized = True
         self.refuses = False
         """Whether the next capture ends in an error, as after an operation that CUDA refused."""
+        self.begins_nothing = False
+        """Whether captures fail before they begin."""
 
     def install(self, monkeypatch) -> None:
         fake = self
@@ -65,8 +66,10 @@ class FakeCuda:
         def stream(new):
             before, fake.current = fake.current, new
             fake.calls.append(f"enter {new}")
-            yield
-            fake.current = before
+            try:
+                yield
+            finally:
+                fake.current = before
 
         @contextmanager
         def graph(graph, *, pool, stream, capture_error_mode):
@@ -74,13 +77,17 @@ class FakeCuda:
                 fake.calls.append(f"capture on {stream} in {pool}, {capture_error_mode}")
             fake.num_captures += 1
             fake.reserved //= 2  # the cache is emptied
+            before, fake.current = fake.current, f"{stream}, captured"
+            if fake.begins_nothing:
+                raise RuntimeError("capture_begin: another capture is under way")
             try:
                 yield
             finally:
                 refuses, fake.refuses = fake.refuses, False
-                if refuses:
+                if refuses:  # torch stays on the stream
                     raise RuntimeError("capture_end: operation failed due to a previous error during capture")
                 graph.has_ended = True
+                fake.current = before
 
         def pool_handle():
             fake.num_pools += 1
@@ -95,9 +102,11 @@ class FakeCuda:
             "graph": graph,
             "graph_pool_handle": pool_handle,
             "memory_reserved": lambda device: fake.reserved,
+            "memory_allocated": lambda device: 1,
+            "max_memory_allocated": lambda device: 2,
+            "mem_get_info": lambda device: (3, 4),
             "current_device": lambda: 0,
             "current_stream": lambda device: fake.current,
-            "default_stream": lambda device: fake.default,
             "is_initialized": lambda: fake.is_initialized,
             "is_current_stream_capturing": lambda: True,
             "synchronize": lambda device: fake.calls.append("host waits for device"),
@@ -106,9 +115,14 @@ class FakeCuda:
         }
         for name, value in names.items():
             monkeypatch.setattr(torch.cuda, name, value)
+
+        def of_the_allocator(name, index, pool):
+            if fake.begins_nothing:
+                raise RuntimeError("not currently recording to mempool_id")
+            fake.calls.append(f"{name} {index} {pool}")
+
         for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-            note = partial(lambda name, index, pool: fake.calls.append(f"{name} {index} {pool}"), name)
-            monkeypatch.setattr(torch._C, name, note, raising=False)
+            monkeypatch.setattr(torch._C, name, partial(of_the_allocator, name), raising=False)
         zeros = torch.zeros
         monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **options: zeros(*size, **options))
 
@@ -149,41 +163,41 @@ def test_a_side_stream_is_made_once(runtime, cuda):
     assert cuda.calls == ["enter side1", "enter side2"] * 2
 
 
-def test_training_runs_on_one_side_stream_ordered_with_the_work_around_it(runtime, cuda):
-    with pytest.raises(RuntimeError, match="stop"), runtime.training():
-        raise RuntimeError("stop")
-    assert cuda.calls == ["side1 waits for default", "enter side1", "default waits for side1"]
-
-
-def test_graphs_are_captured_on_the_training_stream_in_one_pool_with_the_collector_still(runtime, cuda):
-    with runtime.training():
-        for _ in range(2):
-            graph = runtime.graph()
-            with graph.capture():
-                assert not gc.isenabled()
-            assert gc.isenabled()
-            graph.replay()
-            graph.reset()
-    capture = ["capture on side1 in pool1, thread_local", "replay on side1", "reset"]
-    assert cuda.calls[2:-1] == capture * 2
+def test_graphs_are_captured_on_a_stream_of_their_own_in_one_pool_with_the_collector_still(runtime, cuda):
+    for _ in range(2):
+        graph = runtime.graph()
+        with graph.capture():
+            assert not gc.isenabled()
+            assert cuda.current == "side1, captured"
+        assert gc.isenabled()
+        graph.replay()
+        graph.reset()
+    assert (
+        cuda.calls[1:] == ["enter side1", "capture on side1 in pool1, thread_local", "replay on default", "reset"] * 2
+    )
 
 
 def test_a_graph_tells_by_how_much_the_pool_grew(runtime, cuda):
     cuda.reserved = 4096
-    with runtime.training():
-        graph = runtime.graph()
-        with graph.capture():
-            cuda.reserved += 300
+    graph = runtime.graph()
+    with graph.capture():
+        cuda.reserved += 300
     assert graph.memory_bytes == 300
 
 
+def test_memory_is_told_as_the_allocator_and_the_device_see_it(runtime, cuda):
+    cuda.reserved = 4096
+    memory = runtime.memory()
+    assert (memory.allocated_bytes, memory.peak_allocated_bytes) == (1, 2)
+    assert (memory.reserved_bytes, memory.free_bytes) == (4096, 3)
+
+
 def test_a_released_pool_is_followed_by_another(runtime, cuda):
-    with runtime.training():
-        with runtime.graph().capture():
-            pass
-        runtime.release_pool()
-        with runtime.graph().capture():
-            pass
+    with runtime.graph().capture():
+        pass
+    runtime.release_pool()
+    with runtime.graph().capture():
+        pass
     assert [call for call in cuda.calls if call.startswith("capture")] == [
         "capture on side1 in pool1, thread_local",
         "capture on side1 in pool2, thread_local",  # its anchor
@@ -192,29 +206,28 @@ def test_a_released_pool_is_followed_by_another(runtime, cuda):
 
 
 def test_a_body_that_fails_leaves_the_pool_as_it_is(runtime, cuda):
-    with runtime.training():
-        with pytest.raises(RuntimeError, match="illegal"), runtime.graph().capture():
-            raise RuntimeError("illegal")
-        assert gc.isenabled()
-        with runtime.graph().capture():
-            pass
-    assert cuda.calls[2:-1] == [
+    with pytest.raises(RuntimeError, match="illegal"), runtime.graph().capture():
+        raise RuntimeError("illegal")
+    assert gc.isenabled()
+    with runtime.graph().capture():
+        pass
+    assert [call for call in cuda.calls if not call.startswith("enter")] == [
         "capture on side1 in pool1, thread_local",
         "reset",
         "capture on side1 in pool1, thread_local",
     ]
 
 
-def test_a_refused_operation_takes_the_allocator_and_the_generator_back(runtime, cuda):
-    with runtime.training():
-        runtime.pool()
-        cuda.refuses = True
-        with pytest.raises(RuntimeError, match="previous error during capture"), runtime.graph().capture():
-            raise RuntimeError("operation not permitted when stream is capturing")
-        assert gc.isenabled()
-        with runtime.graph().capture():
-            pass
-    assert cuda.calls[2:-1] == [
+def test_a_refused_operation_takes_the_stream_the_allocator_and_the_generator_back(runtime, cuda):
+    runtime.pool()
+    cuda.refuses = True
+    with pytest.raises(RuntimeError, match="previous error during capture"), runtime.graph().capture():
+        raise RuntimeError("operation not permitted when stream is capturing")
+    assert gc.isenabled()
+    assert cuda.current == "default"
+    with runtime.graph().capture():
+        pass
+    assert [call for call in cuda.calls if not call.startswith("enter")] == [
         "capture on side1 in pool1, thread_local",
         "_cuda_endAllocateToPool 0 pool1",
         "_cuda_releasePool 0 pool1",
@@ -223,10 +236,16 @@ def test_a_refused_operation_takes_the_allocator_and_the_generator_back(runtime,
     ]
 
 
-def test_the_default_stream_cannot_be_captured(runtime):
-    capture = runtime.graph().capture()
-    with pytest.raises(ConfigError, match=r"default stream; run training inside runtime\.training"):
-        capture.__enter__()
+def test_a_capture_that_does_not_begin_leaves_the_current_stream_and_says_why(runtime, cuda):
+    cuda.begins_nothing = True
+    with pytest.raises(RuntimeError, match="another capture is under way"), runtime.graph().capture():
+        pass
+    assert cuda.current == "default"
+    assert gc.isenabled()
+    cuda.begins_nothing = False
+    with runtime.graph().capture():
+        pass
+    assert "capture on side1 in pool2, thread_local" in cuda.calls
 
 
 def test_nothing_is_captured_before_cuda_is_in_use(runtime, cuda):

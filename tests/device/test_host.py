@@ -62,6 +62,6 @@ def test_random_numbers_repeat_after_the_generators_are_restored(runtime):
 
 
 def test_contexts_leave_the_work_as_it_is(runtime):
-    with runtime.training(), runtime.on("monitor"), runtime.sync_debug("error"):
+    with runtime.on("monitor"), runtime.sync_debug("error"):
         assert torch.ones(2).sum().item() == 2.0
     assert runtime.memory() is None

@@ -19,6 +19,8 @@ BATCHES = 12
 class Lagging(LaggingRuntime):
     """A late device with graphs; replays are part of the log."""
 
+    has_graphs = True
+
     def graph(self):
         runtime = self
 
@@ -65,7 +67,7 @@ def batches():
     return DataLoader(data, batch_size=4, collate_fn=collate)
 
 
-def fit(tmp_path, runtime=None, make=Net, loader=batches, *, watching=False, device_graphs=False, **options):
+def fit(tmp_path, runtime=None, make=Net, loader=batches, *, watching=False, **options):
     torch.manual_seed(0)
     module = make()
     torch.manual_seed(7)
@@ -81,21 +83,9 @@ def fit(tmp_path, runtime=None, make=Net, loader=batches, *, watching=False, dev
     )
     if runtime is not None:
         trainer.runtime = runtime
-    if device_graphs:
-        trainer.fit_loop.epoch_loop.on_run_start = start_with_graphs(trainer.fit_loop.epoch_loop)
     with runtime.watching() if watching else nullcontext():
         trainer.fit(module, loader())
     return module, trainer
-
-
-def start_with_graphs(loop):
-    start = loop.on_run_start
-
-    def started(fetcher):
-        loop.captures.device_graphs = True
-        start(fetcher)
-
-    return started
 
 
 def assert_same_weights(one, other):
@@ -121,7 +111,7 @@ def test_training_is_the_same_however_late_the_copies_are(tmp_path, lag):
 def test_a_copy_is_under_way_while_the_replay_before_it_runs_and_waits_for_the_one_before_that(tmp_path):
     plain, _ = fit(tmp_path)
     runtime = Lagging(lag=1)
-    ahead, trainer = fit(tmp_path, runtime, prefetch=True, capture="graph", device_graphs=True, verify_capture=False)
+    ahead, trainer = fit(tmp_path, runtime, prefetch=True, capture="graph", verify_capture=False)
     assert_same_weights(plain, ahead)
     (program,) = trainer.capture_report.programs
     assert program.replays > BATCHES

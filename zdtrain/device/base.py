@@ -43,6 +43,8 @@ class MemoryStats:
     """Held by the allocator, graph pools included."""
     peak_allocated_bytes: int
     """Highest `allocated_bytes` so far."""
+    free_bytes: int
+    """On the device, in nobody's hands."""
 
 
 class Event(Protocol):
@@ -65,7 +67,7 @@ class Graph(Protocol):
     """Device work captured once and replayed without Python."""
 
     def capture(self) -> AbstractContextManager[None]:
-        """Record the body's device work on the current stream instead of running it.
+        """Record the body's device work instead of running it; it lies on a stream that is there for captures only.
 
         The body does *not* run on the device: `replay` once afterwards, or the step is lost.
         """
@@ -93,14 +95,12 @@ class Runtime(Protocol):
         """Whether what was enqueued is done, so that the host may look at tensors for nothing."""
 
     @property
+    def has_graphs(self) -> bool:
+        """Whether `graph` makes one."""
+
+    @property
     def counters(self) -> Counters:
         """Host waits, host reads and copies so far."""
-
-    def training(self) -> AbstractContextManager[None]:
-        """Run the body on the stream that graphs can be captured on.
-
-        Everything that touches parameters belongs inside: warm-up, eager steps, DDP construction, capture.
-        """
 
     def on(self, stream: StreamName) -> AbstractContextManager[None]:
         """Enqueue the body's device work on `stream`."""

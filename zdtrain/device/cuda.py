@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from zdtrain.device.base import Counters, Event, Graph, MemoryStats, StreamName, SyncDebugMode, check_copy
-from zdtrain.errors import ConfigError
 
 
 class CudaEvent:
@@ -39,7 +38,7 @@ class CudaEvent:
 
 
 class CudaGraph:
-    """A CUDA graph captured on the current stream, in the runtime's memory pool."""
+    """A CUDA graph, captured in the runtime's memory pool, replayed on whatever stream is current."""
 
     def __init__(self, runtime: "CudaRuntime") -> None:
         self._runtime = runtime
@@ -48,26 +47,13 @@ class CudaGraph:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Record the body's work on the current stream, which must not be the default one.
-
-        Raises:
-            ConfigError: The current stream is the default stream, which CUDA cannot capture.
-        """
+        """Record the body's work instead of running it, on a stream that is there for captures only."""
         runtime = self._runtime
-        stream = runtime.raw_stream("train")
-        if stream == torch.cuda.default_stream(runtime.device):
-            raise ConfigError(
-                "a CUDA graph cannot be captured on the default stream; run training inside runtime.training()"
-            )
         pool = runtime.pool()
-        try:
-            with collector_frozen(), runtime.recording(self._graph, pool):
-                before = torch.cuda.memory_reserved(runtime.device)  # behind the emptying of the allocator's cache
-                yield
-                self._growth = torch.cuda.memory_reserved(runtime.device) - before
-        except BaseException:
-            runtime.recover(self._graph)
-            raise
+        with collector_frozen(), runtime.recording(self._graph, pool):
+            before = torch.cuda.memory_reserved(runtime.device)  # behind the emptying of the allocator's cache
+            yield
+            self._growth = torch.cuda.memory_reserved(runtime.device) - before
 
     @property
     def memory_bytes(self) -> int:
@@ -96,6 +82,8 @@ class Pool:
 class CudaRuntime:
     """A `Runtime` for one CUDA device. Side streams and the graph pool are made when first used."""
 
+    has_graphs = True
+
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
@@ -110,7 +98,7 @@ class CudaRuntime:
         return torch.cuda.current_stream(self.device) if name == "train" else self._side(name)
 
     def pool(self) -> Any:
-        """Return the memory pool that all graphs of this runtime share; made on the stream that they are captured on.
+        """Return the memory pool that all graphs of this runtime share.
 
         A graph that does next to nothing anchors it: torch refuses to capture into a pool whose graphs are all gone
         while tensors still lie in it, as gradients do.
@@ -126,12 +114,22 @@ class CudaRuntime:
         """Let go of the pool: its memory is free for others once its graphs are gone, too."""
         self._pool = None
 
-    def recording(self, graph: torch.cuda.CUDAGraph, pool: Any) -> AbstractContextManager[None]:
-        """Record the body's work on the current stream into `graph`, with its memory in `pool`."""
-        # thread_local: a pin-memory thread may query its own events while this thread captures.
-        return torch.cuda.graph(graph, pool=pool, stream=self.raw_stream("train"), capture_error_mode="thread_local")
+    @contextmanager
+    def recording(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+        """Record the body's work into `graph`, on the capture stream, with its memory in `pool`."""
+        stream = self._side("capture")
+        try:
+            with (
+                torch.cuda.stream(stream),  # torch.cuda.graph stays on its stream where beginning or ending fails
+                # thread_local: a pin-memory thread may query its own events while this thread captures.
+                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                yield
+        except BaseException:
+            self._recover(graph, pool)
+            raise
 
-    def recover(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _recover(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """Put right what a failed capture leaves behind.
 
         Where CUDA refused an operation, torch's ``capture_end`` gives up half-way. The allocator would go on asking
@@ -143,23 +141,12 @@ class CudaRuntime:
             graph.reset()
             return
         self._failed.append(graph)
-        pool, self._pool = self._pool, None
-        assert pool is not None
-        torch._C._cuda_endAllocateToPool(self.device.index, pool.handle)
-        torch._C._cuda_releasePool(self.device.index, pool.handle)
-        self.pool()
-
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Run the body on a non-default stream, ordered behind the work before it and ahead of the work after it."""
-        outer = torch.cuda.current_stream(self.device)
-        inner = self._side("training")
-        inner.wait_stream(outer)
-        try:
-            with torch.cuda.stream(inner):
-                yield
-        finally:
-            outer.wait_stream(inner)
+        with suppress(RuntimeError):  # torch may not have come so far as to tell the allocator of the pool
+            torch._C._cuda_endAllocateToPool(self.device.index, pool)
+            torch._C._cuda_releasePool(self.device.index, pool)
+        if self._pool is not None:  # otherwise it is the anchor that failed
+            self._pool = None
+            self.pool()
 
     def on(self, stream: StreamName) -> AbstractContextManager[None]:
         """Enqueue the body's device work on `stream`."""
@@ -216,6 +203,7 @@ class CudaRuntime:
             allocated_bytes=torch.cuda.memory_allocated(self.device),
             reserved_bytes=torch.cuda.memory_reserved(self.device),
             peak_allocated_bytes=torch.cuda.max_memory_allocated(self.device),
+            free_bytes=torch.cuda.mem_get_info(self.device)[0],
         )
 
     @contextmanager

@@ -42,14 +42,12 @@ class HostEvent:
 class HostRuntime:
     """A `Runtime` for the CPU, and for devices whose work torch does not expose as streams."""
 
+    has_graphs = False
+
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
         self.is_immediate = self.device.type == "cpu"
         self.counters = Counters()
-
-    def training(self) -> AbstractContextManager[None]:
-        """Run the body as it is."""
-        return nullcontext()
 
     def on(self, stream: StreamName) -> AbstractContextManager[None]:
         """Run the body as it is: the host has one stream."""

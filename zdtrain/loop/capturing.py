@@ -5,6 +5,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info
 
 from zdtrain.config import Capture, TrainerOptions
@@ -15,6 +17,7 @@ from zdtrain.records.recorder import RunRecorder
 from zdtrain.step.reach import Reach
 from zdtrain.step.report import CaptureReport
 from zdtrain.step.session import CaptureSession
+from zdtrain.step.shared import SharedCaptures
 
 
 class CanCapture:
@@ -73,39 +76,51 @@ class CanCapture:
         if trainer.predicting:
             yield
             return
-        capture = self.options.capture_in_effect()
+        capture = self._capture_in_effect()
+        self._captures = self._evaluations = None
+        if capture == "off":
+            if not self.options.verify_capture:
+                what = "verify_capture=False has no effect here: steps are not captured"
+                trainer.fit_loop.epoch_loop.say(FallbackReason(code="verify-capture", message=what))
+            with readless_metrics() if trainer.strategy.root_device.type != "cpu" else nullcontext():
+                yield
+            return
+        shared = SharedCaptures(self.drain.runtime)
         if trainer.training:
+            self._captures = self._session(capture, shared, "training_step")
             loop, step = trainer.fit_loop.epoch_loop.val_loop, "validation_step"
         elif trainer.testing:
             loop, step = trainer.test_loop, "test_step"
         else:
             loop, step = trainer.validate_loop, "validation_step"
-        on = capture != "off"
-        self._captures = self._session(capture, "training_step") if on and trainer.training else None
-        self._evaluations = self._session(capture, step) if on else None
+        self._evaluations = self._session(capture, shared, step)
         trainer.fit_loop.epoch_loop.captures, loop.captures = self._captures, self._evaluations
-        stream = self.drain.runtime.training() if on else nullcontext()
-        reads_matter = on or self.drain.runtime.device.type != "cpu"
+        if trainer._detect_anomaly or torch.is_anomaly_enabled():
+            what = "detect_anomaly=True has the host look at every gradient, which a replay would not"
+            shared.give_up(FallbackReason(code="detect-anomaly", message=what))
         try:
-            # graphs cannot be captured on the default stream, nor gradients bound to another one
-            with stream, readless_metrics() if reads_matter else nullcontext():
+            with readless_metrics():
                 yield
+        except torch.OutOfMemoryError as error:
+            shared.note_on(error)
+            raise
         finally:
-            for session in (self._captures, self._evaluations):
-                if session is not None:
-                    session.release()  # teardown moves what the programs write to
-            if on:
-                self._publish(self.capture_report)
+            trainer.fit_loop.epoch_loop.captures = loop.captures = None
+            shared.release()  # teardown moves what the programs write to
+            self._publish(self.capture_report)
 
-    def _session(self, capture: Capture, step: str) -> CaptureSession:
-        runtime = self.drain.runtime
+    def _capture_in_effect(self) -> Capture:
+        trainer: Any = self
+        on_one_device = type(trainer.strategy) is SingleDeviceStrategy and trainer.world_size == 1
+        return self.options.capture_in_effect(device_graphs=on_one_device and self.drain.runtime.has_graphs)
+
+    def _session(self, capture: Capture, shared: SharedCaptures, step: str) -> CaptureSession:
         return CaptureSession(
             capture=capture,
             verify=self.options.verify_capture,
-            runtime=runtime,
+            shared=shared,
             reach=Reach(self),
             tell=self.tell,
-            device_graphs=runtime.device.type == "cuda",
             several=step == "training_step" and self.options.steps_per_replay > 1,
             step=step,
         )
@@ -116,7 +131,10 @@ class CanCapture:
             self.recorder.record_event("fallback", **asdict(reason))
 
     def _publish(self, report: CaptureReport) -> None:
-        rank_zero_info(report.table())
+        said = self.fit_loop.epoch_loop.fallbacks  # type: ignore[attr-defined]
+        new = replace(report, fallbacks=tuple(reason for reason in report.fallbacks if reason not in said))
+        if text := new.table() if self.options.chooses_capture else new.summary():
+            rank_zero_info(text)
         if self.recorder is not None:
             for program in report.programs:
                 self.recorder.record_event("program", **asdict(program))

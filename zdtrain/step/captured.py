@@ -106,8 +106,7 @@ class CapturedStep(Capturing, EagerStep):
         if self._users_between and any(self._session.is_new(one) for one in self._surroundings.optimizers):
             self._use(self._optimizer)
 
-    def _find_entry(self, batch: Any, batch_idx: int, accumulate: bool) -> Entry | None:
-        """Return what is known of steps like this one; None where they run eagerly whatever they are."""
+    def _entry_of(self, batch: Any, batch_idx: int, accumulate: bool) -> Entry | None:
         reasons = self._outside
         if HOOKS_INSIDE - self._hooks.nobody:
             callbacks = self._trainer.callbacks  # type: ignore[attr-defined]

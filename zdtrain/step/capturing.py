@@ -9,18 +9,20 @@ from torch.utils import _pytree as pytree
 
 from zdtrain.errors import FallbackReason
 from zdtrain.step.graph import GraphProgram, LoweredGraphProgram, capture_graph
+from zdtrain.step.guarded import Guarded
 from zdtrain.step.host import change_reasons
 from zdtrain.step.key import describe, flatten_batch, signature, torch_modes, unflatten_batch
 from zdtrain.step.program import Part, Program
 from zdtrain.step.recording import Recorder, Recording
-from zdtrain.step.rollback import HostState
+from zdtrain.step.rollback import Rollback
 from zdtrain.step.session import MAX_FAILURES, MAX_MISFITS, WATCHED_STEPS, Entry
+from zdtrain.step.shared import REPLAY_FAILED, failure
 from zdtrain.step.tape import LoweredTape, Tape, record
-from zdtrain.step.verify import Mismatch, Saved, first_mismatch, rng_mismatch
-from zdtrain.step.watching import Region, Watching
+from zdtrain.step.verify import Mismatch, Saved, compared, first_mismatch, rng_mismatch
+from zdtrain.step.watching import Region
 
 
-class Capturing(Watching):
+class Capturing(Guarded):
     """Records a region of a step once per key and replays it; knows no optimizers.
 
     A subclass runs the step: it sets the attributes of `Watching`, finds the entry with `_look_up` and sends the region
@@ -81,7 +83,7 @@ class Capturing(Watching):
             entry.warm = True
             self._eagerly(region)
         elif entry.recording is None and len(entry.observations) < WATCHED_STEPS:
-            self._watch(entry, region)
+            self._look_at(entry, region)
         elif entry.recording is None:
             self._capture(entry, region, covers)
         elif not entry.recording.fits(self._inputs(entry)):
@@ -99,46 +101,47 @@ class Capturing(Watching):
         A device graph runs nothing while it is captured, and is not to be trusted before it is compared: what the host
         did meanwhile is taken back, and the step runs eagerly.
         """
-        session, around, carried = self._session, self._surroundings, entry.carried
-        assert carried is not None
+        session, batch = self._session, self._batch
         self._results.commit()
-        inputs = self._inputs(entry)
-        host = HostState(around)
-        saved = Saved(around.tensors(self._tensor_leaves), session.runtime)
-        batch = self._batch
+        before = self._rollback(entry)
+        if before is None:
+            self._eagerly(region)
+            return
         start = perf_counter()
+        try:
+            recording = self._recorded(entry, region, covers)
+            reason = self._lack_of_room(recording.program)
+        except Exception as error:  # whatever the tracer cannot do; an error of the step itself comes again below
+            reason = failure("recording the step failed", error)
+            entry.failures += 1
+        else:
+            entry.recording, entry.verified_in = recording, None
+            entry.operations, entry.includes_optimizer = len(recording.program), bool(covers)
+            entry.captures += 1
+            entry.capture_seconds += perf_counter() - start
+            if not isinstance(recording.program, GraphProgram):
+                session.steps_replayed += 1
+                return
+            del recording  # what is given up is to be free
+        before.take_back()  # what lies on the host is not captured but done
+        self._batch = batch
+        if reason is not None and (entry.recording or not session.device_graphs or entry.failures == MAX_FAILURES):
+            session.fail(entry, reason)
+        self._eagerly_with_room(region, before)
+
+    def _recorded(self, entry: Entry, region: Region, covers: Sequence[Part]) -> Recording:
+        around, carried, inputs = self._surroundings, entry.carried, self._inputs(entry)
+        assert carried is not None
         recorder = Recorder(around, carried)
 
         def recorded() -> list[Any]:
             region()
             return recorder.outputs(self._loss, self._output)
 
-        try:
-            with self._recordable():  # outside: filling the learning rates is no part of the program
-                program = self._record(entry, recorded, inputs)
-        except Exception as error:  # whatever the tracer cannot do; an error of the step itself comes again below
-            host.restore()
-            saved.restore()
-            self._batch = batch
-            self._eagerly(region)
-            entry.failures += 1
-            if not session.device_graphs or entry.failures == MAX_FAILURES:
-                session.refuse(entry, [failure("recording the step failed", error)])
-            return
-        entry.recording = Recording(
-            program, recorder, updates=entry.updates, covers=covers, inputs=inputs, n_leaves=len(self._tensor_leaves)
-        )
-        entry.verified_in = None
-        entry.operations, entry.includes_optimizer = len(program), bool(covers)
-        entry.captures += 1
-        entry.capture_seconds += perf_counter() - start
-        if isinstance(program, GraphProgram):
-            host.restore()
-            saved.restore()  # what lies on the host is not captured but done
-            self._batch = batch
-            self._eagerly(region)
-        else:
-            session.steps_replayed += 1
+        with self._recordable():  # outside: filling the learning rates is no part of the program
+            program = self._record(entry, recorded, inputs)
+        n_leaves = len(self._tensor_leaves)
+        return Recording(program, recorder, updates=entry.updates, covers=covers, inputs=inputs, n_leaves=n_leaves)
 
     def _record(self, entry: Entry, recorded: Callable[[], list[Any]], inputs: list[Tensor | None]) -> Program:
         session, first = self._session, len(self._tensor_leaves)
@@ -167,8 +170,12 @@ class Capturing(Watching):
             entry.carried.put({index - last: tensor for index, tensor in tensors.items() if index >= last})
 
     def _replay(self, entry: Entry, recording: Recording) -> None:
-        recording.prepare()
-        self._loss, self._output = recording.place(recording.run(self._inputs(entry)))
+        try:
+            recording.prepare()
+            self._loss, self._output = recording.place(recording.run(self._inputs(entry)))
+        except Exception as error:  # the state may be half written: neither hide it nor go on
+            error.add_note(REPLAY_FAILED)
+            raise
         recording.count()
         entry.misfits = 0
         entry.replays += 1
@@ -176,15 +183,19 @@ class Capturing(Watching):
 
     def _try(self, entry: Entry, recording: Recording, region: Region) -> None:
         """Run a program for the first time, which may lower it; what cannot be lowered runs eagerly."""
-        around = self._surroundings
-        saved, host = Saved(around.tensors(self._tensor_leaves), self._session.runtime), HostState(around)
+        before = self._rollback(entry)
+        if before is None:
+            self._eagerly(region)
+            return
         try:
             self._replay(entry, recording)
         except Exception as error:  # whatever a compiler cannot do; an error of the step itself comes again below
-            host.restore()
-            saved.restore()
-            self._eagerly(region)
-            self._session.refuse(entry, [failure("running the program failed", error)])
+            reason = failure("running the program failed", error)
+        else:
+            return
+        before.take_back()
+        self._session.fail(entry, reason)
+        self._eagerly(region)
 
     def _misfit(self, entry: Entry, region: Region) -> None:
         """Run a step eagerly whose program can't take what is there now; record again if that goes on."""
@@ -195,41 +206,70 @@ class Capturing(Watching):
 
     def _verify(self, entry: Entry, recording: Recording, region: Region) -> None:
         """Run the program, take it back, run the region eagerly and compare."""
-        session, around = self._session, self._surroundings
+        session = self._session
         start = perf_counter()
         recording.prepare()
-        inputs = self._inputs(entry)
-        saved, host = Saved(around.tensors(self._tensor_leaves), session.runtime), HostState(around)
-        try:
-            outputs = recording.run(inputs)
-        except Exception as error:  # lowering happens here, and what cannot be lowered runs eagerly
-            saved.restore()
+        before = self._rollback(entry)
+        if before is None:
             self._eagerly(region)
-            session.refuse(entry, [failure("running the program failed", error)])
             return
-        if entry.verifications == 0:  # lowering is done at the first run
-            entry.capture_seconds += perf_counter() - start
-            start = perf_counter()
-        got = Saved({**around.tensors(self._tensor_leaves), **recording.named(outputs)}, session.runtime)
-        saved.restore()
+        exact = session.capture != "compile" and recording.exact
+        got = reason = None
+        try:
+            outputs = recording.run(self._inputs(entry))
+            if entry.verifications == 0:  # lowering is done at the first run
+                entry.capture_seconds += perf_counter() - start
+                start = perf_counter()
+                reason = self._lack_of_room(recording.program)
+            tensors = self._surroundings.tensors(self._tensor_leaves)
+            got = Saved({**tensors, **recording.named(outputs)}, session.runtime)
+            del recording, outputs  # what is given up is to be free
+        except Exception as error:  # lowering happens here, and what cannot be lowered runs eagerly
+            reason = failure("running the program failed", error)
+        before.take_back()
+        if got is None or reason is not None:
+            assert reason is not None
+            session.fail(entry, reason)
+            self._eagerly(region)
+            return
         looks = self._looks()
         states = looks.states()
         before_region = perf_counter()
-        self._eagerly(region)
-        self._results.commit()
+        self._eagerly_with_room(region, before, got)
         region_seconds = perf_counter() - before_region
-        exact = session.capture != "compile" and recording.exact
+        if session.shared.given_up is None:
+            self._judge(entry, got, exact, lambda: self._repeats(region, before))
+            entry.verify_seconds += perf_counter() - start - region_seconds
+        session.refuse(entry, list(change_reasons(looks.changes(states), {})))
+
+    def _judge(self, entry: Entry, got: Saved, exact: bool, repeats: Callable[[], bool]) -> None:
+        """Compare what a program did with what an eager step has left, and trust the program or refuse it."""
+        session = self._session
+        self._results.commit()
         mismatch = self._mismatch(got, exact=exact)
-        if mismatch is not None and exact and session.device_graphs and not self._repeats(region, saved, host):
+        if mismatch is not None and exact and session.device_graphs and not repeats():
             exact, mismatch = False, self._mismatch(got, exact=False)
         entry.verified_in = self._round
         entry.verifications += 1
         entry.verification = str(mismatch or ("equal" if exact else "within tolerance"))
-        entry.verify_seconds += perf_counter() - start - region_seconds
         if mismatch is not None:
             what = f"the program and an eager step from the same state disagree: {mismatch}"
             session.refuse(entry, [FallbackReason(code="verification", message=what)])
-        session.refuse(entry, list(change_reasons(looks.changes(states), {})))
+
+    def _repeats(self, region: Region, before: Rollback) -> bool:
+        """Take the step back and run it eagerly once more; return whether it left the same bits.
+
+        Kernels of a device that add in the order in which threads arrive do not.
+        """
+        try:
+            first = Saved(self._left(), self._session.runtime)
+        except Exception:  # no room to find out: the mismatch stands, and so does the eager step
+            return True
+        before.take_back()
+        self._eagerly_with_room(region, before, first)
+        self._session.steps_eager -= 1
+        self._results.commit()
+        return self._session.shared.given_up is not None or self._mismatch(first, exact=True) is None
 
     def _left(self) -> dict[str, Tensor | None]:
         """Return what the step has left, by name."""
@@ -238,24 +278,8 @@ class Capturing(Watching):
         return {"loss": self._loss, **self._surroundings.tensors(self._tensor_leaves), **outputs}
 
     def _mismatch(self, got: Saved, *, exact: bool) -> Mismatch | None:
-        """Return the first difference between `got` and what the step has left."""
-        random = self._session.runtime.rng_state()
-        return rng_mismatch(random, got.rng) or first_mismatch(self._left(), got.copies, exact=exact)
-
-    def _repeats(self, region: Region, saved: Saved, host: HostState) -> bool:
-        """Take the step back and run it eagerly once more; return whether it left the same bits.
-
-        Kernels of a device that add in the order in which threads arrive do not.
-        """
-        first = Saved(self._left(), self._session.runtime)
-        host.restore()
-        saved.restore()
-        region()
-        self._results.commit()
-        return self._mismatch(first, exact=True) is None
-
-
-def failure(what: str, error: Exception) -> FallbackReason:
-    """Return the reason for an error in capturing."""
-    lines = str(error).strip().splitlines() or [""]
-    return FallbackReason(code="untraceable", message=f"{what}: {type(error).__name__}: {lines[0][:200]}")
+        """Return the first difference between `got` and what the step has left; also where they can't be compared."""
+        return compared(
+            lambda: rng_mismatch(self._session.runtime.rng_state(), got.rng),
+            lambda: first_mismatch(self._left(), got.copies, exact=exact),
+        )

@@ -145,7 +145,7 @@ class CapturedEvaluation(Capturing, EvaluationStep):
         finally:
             self._let_go()
 
-    def _find_entry(self) -> Entry | None:
+    def _entry_of(self) -> Entry | None:
         loader = self._dataloader_idx
         return self._look_up(
             self._batch, lambda: "" if loader is None else f"data loader {loader}", loader, self._grad_mode

@@ -1,6 +1,7 @@
 """A step captured in a device graph: fixed input buffers, one launch, outputs that the next launch overwrites."""
 
 from collections.abc import Callable, Collection, Sequence
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class GraphProgram:
         self._static = static
         self._written = written
         self._outputs = outputs
+        buffers = [id(buffer) for buffer in static.values()]
+        self._ours = [ONLY_HERE + buffers.count(id(output)) for output in outputs]
 
     def __len__(self) -> int:
         """Return 0: a device graph does not tell how many operations it holds."""
@@ -61,6 +64,16 @@ class GraphProgram:
                 tensor.copy_(self._static[index], non_blocking=True)
         return self._outputs
 
+    @torch.no_grad()
+    def spare_kept(self) -> None:
+        """Give outputs that somebody has kept, such as gradients, memory of their own: the next run overwrites them."""
+        for index, (count, ours) in enumerate(zip(reference_counts(self._outputs), self._ours, strict=True)):
+            kept = self._outputs[index]
+            if count > ours and isinstance(kept, Tensor):
+                here = self._outputs[index] = kept.detach()
+                self._static = {i: here if buffer is kept else buffer for i, buffer in self._static.items()}
+                kept.set_(kept.clone())  # type: ignore[call-overload]
+
     def body(self, inputs: Sequence[Tensor | None]) -> Outputs:  # noqa: ARG002
         """Refuse: a graph holds no other graph.
 
@@ -70,12 +83,20 @@ class GraphProgram:
         raise UnsupportedError("a captured graph can't be part of another one; record the step as a tape")
 
 
+def reference_counts(values: list[Any]) -> list[int]:
+    """Return how many references there are to each of `values`, those on the way here included."""
+    return [getrefcount(value) for value in values]
+
+
+ONLY_HERE = reference_counts([object()])[0]
+
+
 class LoweredGraphProgram:
     """A lowered tape inside a device graph: compiled, tried on copies and captured when it runs for the first time.
 
     Args:
         tape: The recorded step.
-        runtime: The device door. Callers of `run` are inside ``runtime.training()``.
+        runtime: The device door.
     """
 
     overwrites = True
@@ -101,6 +122,11 @@ class LoweredGraphProgram:
         if self._program is None:
             self._program = self._capture(inputs)
         return self._program.run(inputs)
+
+    def spare_kept(self) -> None:
+        """See `GraphProgram.spare_kept`."""
+        if self._program is not None:
+            self._program.spare_kept()
 
     def body(self, inputs: Sequence[Tensor | None]) -> Outputs:
         """Launch the kernels one by one; `run` was called before. See `Program.body`."""
@@ -136,7 +162,7 @@ def capture_graph(
         inputs: The tensors it works on that a replay will have others for.
         used: Indices of those that it reads.
         put: Puts tensors in the places of those inputs.
-        runtime: The device door. The caller is inside ``runtime.training()``.
+        runtime: The device door.
         written: Indices of those that it is known to write to; tensors know what ATen's operations wrote to.
     """
     static = {index: static_copy(tensor) for index in used if (tensor := inputs[index]) is not None}
@@ -147,6 +173,29 @@ def capture_graph(
         outputs = function()
     changed = [index for index, tensor in static.items() if tensor._version != versions[index] or index in written]
     return GraphProgram(graph, static, changed, outputs)
+
+
+@torch.no_grad()
+def rehearse(runtime: Runtime) -> None:
+    """Go once through all that captured steps ask of the device, with nothing at stake.
+
+    Raises:
+        Exception: Whatever the device, its driver or torch has against it.
+    """
+    random = runtime.rng_state()
+    runtime.restore_rng(random)
+    ones = torch.ones(4, device=runtime.device)
+    graph = runtime.graph()
+    try:
+        with graph.capture():
+            twos, noise = ones + 1, torch.rand_like(ones)
+        graph.replay()
+        if not torch.equal(twos, 2 * ones) or not noise.isfinite().all():
+            raise RuntimeError("it left other numbers than the same operations run eagerly")
+        _held, _growth = runtime.memory(), graph.memory_bytes
+    finally:
+        runtime.restore_rng(random)
+        graph.reset()
 
 
 @torch.no_grad()

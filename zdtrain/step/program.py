@@ -29,6 +29,9 @@ class Program(Protocol):
     def run(self, inputs: Sequence[Tensor | None]) -> list[Any]:
         """Run it on inputs of the captured layout; return its outputs."""
 
+    def spare_kept(self) -> None:
+        """Give outputs of the last run that somebody has kept memory of their own, where runs overwrite them."""
+
     def body(self, inputs: Sequence[Tensor | None]) -> list[Any]:
         """Do what `run` does, without a graph of its own, so that a larger one can hold it."""
 

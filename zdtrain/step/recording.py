@@ -130,7 +130,8 @@ class Recording:
         return self._taken.carried.fits() and layout_of([inputs[index] for index in self._checked]) == self._layout
 
     def prepare(self) -> None:
-        """Do what has to be done before the program runs: reset what is logged, hand over numbers."""
+        """Do what comes before a run of the program: spare what is kept, reset what is logged, hand over numbers."""
+        self.program.spare_kept()
         around = self._taken.surroundings
         if self._taken.slots or self._taken.metrics:  # what the first self.log of a step does
             if around.connector.should_reset_tensors(around.hook):

@@ -82,6 +82,17 @@ class CaptureReport:
             evaluation_replayed=self.evaluation_replayed + other.steps_replayed,
         )
 
+    def summary(self) -> str:
+        """Return the report as one line for whoever did not ask for captured steps; nothing where there were none."""
+        counts = {"training": (self.steps_replayed, self.steps_eager)}
+        counts["evaluation"] = (self.evaluation_replayed, self.evaluation_eager)
+        said = [f"{n} of {n + eager} {kind} steps were replays" for kind, (n, eager) in counts.items() if n]
+        if self.fallbacks:
+            more = len(self.fallbacks) - 1
+            said.append(f"not captured: {self.fallbacks[0]}" + (f" and {more} more" if more else ""))
+        where = 'trainer.capture_report has the details, capture="off" does without'
+        return f"zdtrain: {', '.join(said)}; {where}" if said else ""
+
     def table(self) -> str:
         """Return the report as a short table."""
         eager = {"eager": self.steps_eager, "eager evaluation": self.evaluation_eager}

@@ -1,9 +1,16 @@
-"""The host's share of what a step changes, so that a capture that failed half-way can be taken back."""
+"""A step's state before it ran, so that what was tried with it can be taken back."""
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from zdtrain.device.base import Runtime
+from zdtrain.errors import CaptureError
 from zdtrain.step.carried import held_tensors
 from zdtrain.step.key import METRIC_ATTRIBUTES, is_metric
 from zdtrain.step.results import MetricSlot
 from zdtrain.step.surroundings import Surroundings
+from zdtrain.step.verify import Saved
 
 SLOT_STATE = ("weight", "pending", "has_reset", "_computed", "_update_count")
 
@@ -38,3 +45,41 @@ class HostState:
             state.update(copy)
         for bank, written, fresh in self._banks:
             bank.written, bank.fresh = written, fresh
+
+
+class Rollback:
+    """A copy of all that a step may change: tensors, random generators, the host's share.
+
+    Args:
+        around: What the step works on.
+        leaves: The batch's tensors.
+        runtime: The device door.
+    """
+
+    def __init__(self, around: Surroundings, leaves: Sequence[Tensor], runtime: Runtime) -> None:
+        self._host = HostState(around)
+        self.saved = Saved(around.tensors(leaves), runtime)
+
+    def take_back(self) -> None:
+        """Put everything back.
+
+        Raises:
+            CaptureError: Something could not be, so that the run must not go on from here.
+        """
+        put_back(self._host, self.saved)
+
+
+def put_back(*states: HostState | Saved) -> None:
+    """Restore all of `states`.
+
+    Raises:
+        CaptureError: Something could not be put back, so that the run must not go on from here.
+    """
+    try:
+        for state in states:
+            state.restore()
+    except Exception as error:
+        raise CaptureError(
+            f"the state before a step that zdtrain tried to capture could not be put back: {error}. Go on from the "
+            'last checkpoint, with Trainer(capture="off") or ZDTRAIN_CAPTURE=off'
+        ) from error

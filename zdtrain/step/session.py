@@ -7,7 +7,6 @@ from typing import Any
 from torch.optim import Optimizer
 
 from zdtrain.config import Capture
-from zdtrain.device.base import Runtime
 from zdtrain.errors import FallbackReason
 from zdtrain.step.carried import Carried
 from zdtrain.step.observe import Observation
@@ -16,6 +15,7 @@ from zdtrain.step.program import LeastRecentlyUsed
 from zdtrain.step.reach import Reach
 from zdtrain.step.recording import Recording
 from zdtrain.step.report import CaptureReport, ProgramReport
+from zdtrain.step.shared import OUT_OF_MEMORY, SharedCaptures
 
 TRAINING_STEP = "training_step"
 MAX_PROGRAMS = 8
@@ -61,7 +61,8 @@ class Entry:
     verify_seconds: float = 0.0
     includes_optimizer: bool = False
 
-    def _memory_bytes(self) -> int | None:
+    def memory_bytes(self) -> int | None:
+        """Return the device memory that the program keeps; None where there is none, or it keeps none of its own."""
         program = self.several if self.recording is None else self.recording.program
         memory: int | None = None if program is None else program.memory_bytes
         return memory
@@ -76,7 +77,7 @@ class Entry:
             includes_optimizer=self.includes_optimizer,
             captures=self.captures,
             replays=self.replays,
-            memory_bytes=self._memory_bytes(),
+            memory_bytes=self.memory_bytes(),
             capture_seconds=self.capture_seconds,
             verification=self.verification,
             verifications=self.verifications,
@@ -90,9 +91,8 @@ class CaptureSession:
     Args:
         capture: ``"graph"`` or ``"compile"``.
         verify: Compare every program with an eager step before it is trusted, and once an epoch.
-        runtime: The device door.
+        shared: What it has in common with the sessions of other steps: the device, above all.
         reach: What steps read past their module.
-        device_graphs: Capture steps in graphs of the device instead of op tapes.
         several: Steps are to be part of programs for several.
         tell: Called with each new reason for an eager step.
         step: The step that is captured.
@@ -103,19 +103,20 @@ class CaptureSession:
         *,
         capture: Capture,
         verify: bool,
-        runtime: Runtime,
+        shared: SharedCaptures,
         reach: Reach,
         tell: Callable[[FallbackReason], None],
-        device_graphs: bool = False,
         step: str = TRAINING_STEP,
         several: bool = False,
     ) -> None:
         self.step = step
-        self.device_graphs = device_graphs
+        self.shared = shared
+        self.runtime = shared.runtime
+        self.device_graphs = shared.runtime.has_graphs
+        """Whether steps are captured in graphs of the device instead of op tapes."""
         self.several = several
         self.capture = capture
         self.verify = verify
-        self.runtime = runtime
         self.reach = reach
         self.watch: Any = None  # the `Watch` of the step that runs now, if any
         self.epoch_in_key = False
@@ -133,6 +134,7 @@ class CaptureSession:
         self._tell = tell
         self._reports: list[ProgramReport] = []
         self._entries: LeastRecentlyUsed[Entry] = LeastRecentlyUsed(cap=MAX_PROGRAMS, evicted=self._keep_report)
+        shared.sessions.append(self)
 
     def entry(self, key: Hashable, name: Callable[[], str]) -> Entry:
         """Return what is known of steps with `key`."""
@@ -206,12 +208,22 @@ class CaptureSession:
         for reason in reasons:
             self.note(reason)
 
+    def fail(self, entry: Entry, reason: FallbackReason) -> None:
+        """Leave the steps of `entry` eager, or, where it is for want of memory, all steps of the run."""
+        if reason.code == OUT_OF_MEMORY:
+            self.shared.give_up(reason)
+        else:
+            self.refuse(entry, [reason])
+
     def release(self) -> None:
         """Let go of all programs; what they did stays in the report."""
         for entry in self._entries.entries.values():
             self._keep_report(entry)
         self._entries.entries.clear()
-        self.runtime.release_pool()
+
+    def memory_bytes(self) -> int:
+        """Return the device memory that the programs keep."""
+        return sum(entry.memory_bytes() or 0 for entry in self._entries.entries.values())
 
     def _keep_report(self, entry: Entry) -> None:
         if entry.captures:

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from zdtrain.errors import FallbackReason
 from zdtrain.step.captured import CapturedStep
-from zdtrain.step.capturing import failure
 from zdtrain.step.eager import EagerStep
 from zdtrain.step.key import flatten_batch, signature
 from zdtrain.step.recording import Recording
 from zdtrain.step.repeated import Left, RepeatedSteps
+from zdtrain.step.rollback import put_back
 from zdtrain.step.session import Entry
-from zdtrain.step.verify import Mismatch, Saved, first_mismatch, rng_mismatch
+from zdtrain.step.shared import REPLAY_FAILED, failure
+from zdtrain.step.verify import Mismatch, Saved, compared, first_mismatch, rng_mismatch
 
 
 class Ahead(Protocol):
@@ -218,21 +219,26 @@ class SeveralSteps:
         leaves = [leaf for batch in batches for leaf in batch]
         compares = session.verify and entry.verified_in != self._trainer.current_epoch
         tensors = {**around.tensors(leaves), **self._around.counters()}
-        saved = Saved(tensors, session.runtime) if compares or not entry.captures else None
+        saved: Saved | None = None
         try:
+            saved = Saved(tensors, session.runtime) if compares or not entry.captures else None
             if not entry.captures:
                 block.steps.capture(inputs, session)
                 entry.captures, entry.operations, entry.includes_optimizer = 1, len(block.steps), True
             left = block.steps.run(inputs)
+            if compares:
+                done = block.steps.recordings[-1].named_places(left.gradients, left.shares[-1].carried)
+                block.got = Saved({**around.tensors(leaves), **done}, session.runtime)
         except Exception as error:  # whatever a device graph cannot hold; the steps run one by one
+            if entry.replays and not compares:
+                error.add_note(REPLAY_FAILED)
+                raise
             if saved is not None:
-                saved.restore()
-            session.refuse(entry, [failure(f"running {self._count} steps as one program failed", error)])
+                put_back(saved)
+            session.fail(entry, failure(f"running {self._count} steps as one program failed", error))
             return
         if compares and saved is not None:
-            done = block.steps.recordings[-1].named_places(left.gradients, left.shares[-1].carried)
-            block.got = Saved({**around.tensors(leaves), **done}, session.runtime)
-            saved.restore()
+            put_back(saved)
             entry.verify_seconds += perf_counter() - start
         elif saved is not None:
             entry.capture_seconds += perf_counter() - start
@@ -292,13 +298,15 @@ class SeveralSteps:
         have: dict[str, Tensor | None] = dict(zip(want, share.shown, strict=True))
         if "loss" in outputs:
             want["loss"], have["loss"] = outputs["loss"], share.loss
-        found = first_mismatch(want, have, exact=exact)
+        found = compared(lambda: first_mismatch(want, have, exact=exact))
         if block.index == self._count - 1 and found is None:
             if step._guard is not None:
                 step._guard.end_step()
             want = {name: t for name, t in step._surroundings.tensors(()).items() if t is not None}
-            random = rng_mismatch(session.runtime.rng_state(), got.rng)
-            found = random or first_mismatch(want, got.copies, exact=exact)
+            found = compared(
+                lambda: rng_mismatch(session.runtime.rng_state(), got.rng),
+                lambda: first_mismatch(want, got.copies, exact=exact),
+            )
         if found is not None:
             block.mismatches.append(found)
         if block.index == self._count - 1:

@@ -50,6 +50,9 @@ class Tape:
         with torch.no_grad():
             return self._replay(*self.arguments(inputs))
 
+    def spare_kept(self) -> None:
+        """Do nothing: every run has outputs of its own."""
+
     def body(self, inputs: Inputs) -> Outputs:
         """Run the operations; see `Program.body`."""
         return self.run(inputs)

@@ -1,6 +1,6 @@
 """Saved state: to try a program and take it back, and to compare what it did with what an eager step does."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,12 +59,24 @@ class Saved:
                 live.copy_(copy)
         self._runtime.restore_rng(self.rng)
 
+    def forget(self) -> None:
+        """Let go of the copies: memory is short."""
+        self.copies.clear()
+
 
 def _repeats(tensor: Tensor) -> bool:
     """Return whether elements share memory, as those of an expanded tensor do: no operation writes to such a one."""
     if tensor.layout is not torch.strided:
         return False
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def compared(*comparisons: Callable[[], Mismatch | None]) -> Mismatch | None:
+    """Return the first mismatch that a comparison finds; one that fails, for want of memory, counts as one."""
+    try:
+        return next((found for compare in comparisons if (found := compare()) is not None), None)
+    except Exception as error:
+        return Mismatch(name="comparing them", how=f"failed with {type(error).__name__}: {error}")
 
 
 def first_mismatch(expected: Named, got: Named, *, exact: bool) -> Mismatch | None:
