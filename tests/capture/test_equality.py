@@ -195,6 +195,20 @@ def test_bf16_weights(tmp_path):
     assert run.report.steps_replayed > run.report.steps_eager
 
 
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_numbers_made_of_nothing_or_of_integers_have_the_dtype_that_the_precision_makes_the_default(
+    tmp_path, precision
+):
+    class Noisy(Classifier):
+        def loss(self, batch):
+            x, y = batch
+            noise = torch.rand(x.shape) * y[:, None] / 10 + torch.arange(0.0, FEATURES)
+            return nn.functional.cross_entropy(self.net(x + noise), y)
+
+    run = both(tmp_path, Noisy, precision=precision)
+    assert run.report.steps_replayed > run.report.steps_eager
+
+
 def test_batches_of_several_shapes_have_programs_of_their_own(tmp_path):
     class Dicts(Classifier):
         def training_step(self, batch, batch_idx):

@@ -1,6 +1,7 @@
 """The op tape: a step's ATen operations, recorded while the step runs, replayed without its Python."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +37,7 @@ class Tape:
 
     def __init__(self, graph: fx.GraphModule, positions: Sequence[int], written: Collection[int] = ()) -> None:
         self.used = _drop_unused(graph, positions)
+        self._default_dtype = _default_dtype_of(graph)
         self.written = frozenset(written)
         self.constants = _lift_constants(graph)  # parameters, buffers, optimizer state: by reference, not copies
         self._graph = graph
@@ -47,7 +49,7 @@ class Tape:
 
     def run(self, inputs: Inputs) -> Outputs:
         """Run the operations on `inputs`, which must have the layout that was recorded."""
-        with torch.no_grad():
+        with torch.no_grad(), _default_dtype(self._default_dtype):
             return self._replay(*self.arguments(inputs))
 
     def spare_kept(self) -> None:
@@ -78,7 +80,8 @@ class LoweredTape(Tape):
 
     def lower(self, inputs: Inputs) -> Callable[..., Outputs]:
         """Compile it for inputs of this layout; nothing is run. Returns a function of `arguments`."""
-        return lower(self._graph, self.arguments(inputs))
+        with _default_dtype(self._default_dtype):
+            return lower(self._graph, self.arguments(inputs))
 
 
 Kind = TypeVar("Kind", bound=Tape)
@@ -119,6 +122,47 @@ def record(function: Function, inputs: Sequence[Tensor | None], kind: type[Kind]
             graph.graph.erase_node(node)
     written = [i for i, version in versions.items() if version is None or version_of(inputs[i]) != version]  # type: ignore[arg-type]
     return kind(graph, positions, written)
+
+
+def _default_dtype_of(graph: fx.GraphModule) -> torch.dtype | None:
+    """Return the default dtype under which operations ran whose results took it; None where none did.
+
+    Those are operations that make floating point of nothing or of integers, and are not told the dtype: ``rand(3)``,
+    ``t / 100``. Precisions such as ``"64-true"`` set another default while the module's code runs.
+    """
+    found = {
+        node.meta["val"].dtype
+        for node in graph.graph.nodes
+        if node.op == "call_function" and _is_floating(node.meta.get("val")) and not _has_dtype(node)
+    }
+    return found.pop() if len(found) == 1 else None  # several: the comparison with an eager step decides
+
+
+def _has_dtype(node: fx.Node) -> bool:
+    """Return whether the arguments of an operation determine the dtype of its result."""
+    arguments, keywords = node.args, node.kwargs
+    tensors = [argument.meta.get("val") for argument in node.all_input_nodes]
+    told = any(isinstance(argument, torch.dtype) for argument in (*arguments, *keywords.values()))
+    return told or any(_is_floating(tensor) for tensor in tensors)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _default_dtype(dtype: torch.dtype | None) -> AbstractContextManager[None]:
+    """Return a context in which `dtype` is the default, if it is given."""
+    return nullcontext() if dtype in (None, torch.get_default_dtype()) else _another_default(dtype)
+
+
+@contextmanager
+def _another_default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def version_of(tensor: Tensor) -> int | None:
