@@ -146,7 +146,7 @@ def starting(rounds: int) -> list[Figures]:
     results = []
     for method in ("default", "fork", "spawn"):
         first, again, next_epoch, next_epoch_persistent = [], [], [], []
-        for number in range(rounds):
+        for number in range(1 + rounds):
             options: dict[str, Any] = {} if method == "default" else {"multiprocessing_context": method}
             batches = loader(Costly(256, 0), 32, num_workers=2, **options)
             (again if number else first).append(seconds(lambda b=batches: next(iter(b))))

@@ -152,11 +152,15 @@ def test_per_file_ignores_match_the_end_of_a_path(bad: Path, pattern: str) -> No
     assert main([str(other)]) == 1
 
 
-def test_excluded_folders_are_not_walked(bad: Path) -> None:
+def test_excluded_folders_are_not_walked_and_the_summary_says_so(bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (bad.parent / "skipped").mkdir()
-    bad.rename(bad.parent / "skipped" / "bad.py")
-    (bad.parent / "pyproject.toml").write_text('[tool.zdtrain.lint]\nexclude = ["skipped"]\n')
+    moved = bad.rename(bad.parent / "skipped" / "bad.py")
+    (bad.parent / "pyproject.toml").write_text('[tool.zdtrain.lint]\nexclude = ["skipped", "others"]\n')
     assert main([str(bad.parent)]) == 0
+    assert "0 files (0 lines); exclude in pyproject.toml leaves out 'skipped': name files" in capsys.readouterr().out
+    assert main([str(moved)]) == 1
+    assert "leaves out" not in capsys.readouterr().out
+    assert main([str(bad.parent), "--isolated"]) == 1
 
 
 @pytest.mark.parametrize(

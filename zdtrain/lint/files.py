@@ -53,38 +53,45 @@ class Text:
     """Lines of the source where a cell is not Python, and why; such a cell is left out."""
 
 
-def find(paths: list[str], settings: LintSettings) -> Iterator[str]:
+def find(paths: list[str], settings: LintSettings, left_out: set[str] | None = None) -> Iterator[str]:
     """Python files under the paths, each once, in order; a file that is named is taken as it is.
+
+    Args:
+        paths: files and folders.
+        settings: what to leave out.
+        left_out: gets the patterns of ``exclude`` that something was left out by.
 
     Raises:
         Nothing: a path that does not exist is yielded, so that reading it reports it.
     """
     seen: set[str] = set()
+    left_out = set() if left_out is None else left_out
     for path in paths:
-        for found in _walk(path, settings) if os.path.isdir(path) else [path]:
+        for found in _walk(path, settings, left_out) if os.path.isdir(path) else [path]:
             real = os.path.realpath(found)
             if real not in seen:
                 seen.add(real)
                 yield found
 
 
-def _walk(root: str, settings: LintSettings) -> Iterator[str]:
+def _walk(root: str, settings: LintSettings, left_out: set[str]) -> Iterator[str]:
+    def is_excluded(path: str) -> bool:
+        patterns = [pattern for pattern in settings.exclude if matches(path, pattern)]
+        left_out.update(patterns)
+        return bool(patterns)
+
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(
             name
             for name in folders
             if name not in _SKIPPED_FOLDERS
             and not os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
-            and not _excluded(os.path.join(folder, name), settings)
+            and not is_excluded(os.path.join(folder, name))
         )
         for name in sorted(files):
             path = os.path.join(folder, name)
-            if name.endswith((".py", ".pyi")) and not _excluded(path, settings):
+            if name.endswith((".py", ".pyi")) and not is_excluded(path):
                 yield path
-
-
-def _excluded(path: str, settings: LintSettings) -> bool:
-    return any(matches(path, pattern) for pattern in settings.exclude)
 
 
 def read(path: str, settings: LintSettings) -> Text:

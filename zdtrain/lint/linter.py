@@ -48,6 +48,8 @@ class Report:
     lines: int
     missing: bool
     """Whether a path that was named does not exist."""
+    left_out: tuple[str, ...] = ()
+    """Patterns of ``exclude`` that files or folders were left out by."""
 
 
 def lint_source(
@@ -75,7 +77,8 @@ def lint_paths(paths: list[str], settings: LintSettings, *, jobs: int | None = N
         settings: options.
         jobs: processes to use; None chooses one for small trees and one per core for large ones.
     """
-    files = list(find(paths, settings))
+    left_out: set[str] = set()
+    files = list(find(paths, settings, left_out))
     jobs = jobs or (len(os.sched_getaffinity(0)) if len(files) >= _POOL_FROM_FILES else 1)
     if jobs > 1:
         with ProcessPoolExecutor(jobs, initializer=gc.disable) as pool:
@@ -89,6 +92,7 @@ def lint_paths(paths: list[str], settings: LintSettings, *, jobs: int | None = N
         files=len(results),
         lines=sum(result.lines for result in results),
         missing=any(result.missing for result in results),
+        left_out=tuple(sorted(left_out)),
     )
 
 

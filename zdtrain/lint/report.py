@@ -23,14 +23,18 @@ def concise(report: Report) -> str:
 
 
 def summary(report: Report) -> str:
-    """How many findings of which severity, in how many files."""
+    """How many findings of which severity, in how many files, and what was left out."""
     counts = Counter(finding.severity for finding in report.findings)
     parts = [
         f"{counts[severity]} {severity.label}{'s' * (counts[severity] != 1)}"
         for severity in sorted(counts, reverse=True)
     ]
     found = ", ".join(parts) if parts else "no findings"
-    return f"{found} in {report.files} file{'s' * (report.files != 1)} ({report.lines:,} lines)"
+    counted = f"{found} in {report.files} file{'s' * (report.files != 1)} ({report.lines:,} lines)"
+    if not report.left_out:
+        return counted
+    patterns = ", ".join(map(repr, report.left_out))
+    return f"{counted}; exclude in pyproject.toml leaves out {patterns}: name files to lint them, or use --isolated"
 
 
 def as_json(report: Report) -> str:
