@@ -1,6 +1,6 @@
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -54,6 +54,31 @@ def test_objects_that_hyperparameters_hold_become_plain_json():
         "optimizer": "torch.optim.sgd.SGD",
         "3": {"set": [1]},
     }
+
+
+def test_no_object_keeps_the_others_from_being_written():
+    class Refuses:
+        ndim = 0
+
+        def item(self):
+            raise RuntimeError
+
+        __repr__ = item
+
+    @dataclass
+    class Partial:
+        known: int
+        unknown: int = field(init=False)
+
+    around: dict[str, object] = {"x": [1]}
+    around["itself"] = [around]
+    hparams = {"refuses": Refuses(), "partial": Partial(1), "meta": torch.ones((), device="meta"), "around": around}
+    stored = strict(dump_document({**hparams, "twice": [around["x"], around["x"]]}))
+    assert stored["refuses"].endswith("Refuses>")
+    assert stored["partial"] == {"known": 1}
+    assert stored["meta"] == "<torch.Tensor>"
+    assert stored["around"] == {"x": [1], "itself": ["..."]}
+    assert stored["twice"] == [[1], [1]]
 
 
 def test_numbers_that_only_look_like_numbers_become_numbers():

@@ -22,7 +22,15 @@ def test_runs_of_one_second_get_numbers(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("my model/v2", "my-model-v2"), ("../up", "up"), ("", "run"), ("ä", "run"), ("a_b-c.1", "a_b-c.1")],
+    [
+        ("my model/v2", "my-model-v2"),
+        ("../up", "up"),
+        ("", "run"),
+        ("ä", "run"),
+        ("a_b-c.1", "a_b-c.1"),
+        ("[red]\n\0$", "red"),
+        ("x" * 500, "x" * 100),
+    ],
 )
 def test_names_cannot_leave_the_folder(tmp_path, name, expected):
     assert create_run_folder(tmp_path, name, start_time=START).name == f"101530-{expected}"

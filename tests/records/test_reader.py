@@ -1,4 +1,5 @@
 import math
+import re
 
 import pytest
 
@@ -6,6 +7,7 @@ from zdtrain.cli import main
 from zdtrain.records import RecordError, StepRecord, find_runs, load_run
 from zdtrain.records.folder import create_run_folder
 from zdtrain.records.writer import RunWriter
+from zdtrain.report import render_page
 
 
 @pytest.fixture
@@ -47,6 +49,8 @@ def test_an_unknown_metric_is_refused_with_the_known_ones(root):
 def test_what_is_not_a_run_folder_is_refused_with_one_that_is(root):
     with pytest.raises(RecordError, match=r"is not a run folder .* the newest run near it is .*-c"):
         load_run(root)
+    with pytest.raises(RecordError, match=r"metrics\.jsonl is not a run folder but a part of one: .*-a"):
+        load_run(find_runs(root)[0] / "metrics.jsonl")
     with pytest.raises(RecordError, match="does not exist"):
         load_run(root / "none" / "none")
 
@@ -56,6 +60,71 @@ def test_a_damaged_document_is_named(root):
     (folder / "epochs.json").write_text("[")
     with pytest.raises(RecordError, match=r"epochs\.json is damaged"):
         load_run(folder)
+
+
+ROW = b'{"step": 1, "epoch": 0, "batch_idx": 0, "wall_time": 1.0, "values": {"loss": 1}}\n'
+DOCUMENTS = ("epochs.json", "summary.json", "hparams.json", "environment.json")
+LINES = ("metrics.jsonl", "events.jsonl")
+
+
+@pytest.mark.parametrize("file", [*DOCUMENTS, *LINES])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"null", b"3\n", b'"x"\n', b'{"step": 1}\n', b"\xff\xfe\n", ROW + b'{"st']
+)
+def test_whatever_a_file_holds_a_run_can_be_shown_or_one_line_names_the_file(root, file, content):
+    folder = find_runs(root)[0]
+    (folder / file).write_bytes(content)
+    try:
+        run = load_run(folder)
+    except RecordError as error:
+        assert re.fullmatch(rf".*{re.escape(file)} is damaged: .+", str(error))  # noqa: PT017
+        return
+    assert render_page([run])
+
+
+@pytest.mark.parametrize("values", [b'{"loss": "x"}', b'{"loss": [1]}', b"[1]"])
+def test_a_row_whose_values_are_no_numbers_is_named(root, values):
+    folder = find_runs(root)[0]
+    (folder / "metrics.jsonl").write_bytes(ROW + ROW.replace(b'{"loss": 1}', values))
+    with pytest.raises(RecordError, match=r"metrics\.jsonl is damaged: line 2 is no record"):
+        load_run(folder)
+
+
+@pytest.mark.parametrize("file", [name for name in (*DOCUMENTS, *LINES) if name != "summary.json"])
+def test_a_run_shows_without_what_it_never_wrote(root, file):
+    folder = find_runs(root)[0]
+    (folder / file).unlink(missing_ok=True)
+    assert render_page([load_run(folder), load_run(find_runs(root)[1])])
+
+
+def test_a_damaged_run_does_not_hide_the_others(root, capsys):
+    (find_runs(root)[0] / "summary.json").write_text("")
+    assert main(["runs", str(root)]) == 0
+    shown = capsys.readouterr()
+    assert [name in shown.out for name in ("-a", "-b", "-c")] == [False, True, True]
+    assert re.fullmatch(r"zdtrain: left out: .*summary\.json is damaged: .*\n", shown.err)
+
+
+def test_runs_of_one_day_and_a_single_run_can_be_listed(root, capsys):
+    last = find_runs(root)[-1]
+    assert find_runs(last.parent) == find_runs(last) == [last]
+    assert main(["runs", str(last)]) == 0
+    assert "-c" in capsys.readouterr().out
+
+
+def test_a_metric_s_name_is_shown_as_it_is(tmp_path, capsys):
+    writer = RunWriter(create_run_folder(tmp_path, "a"))
+    writer.add(StepRecord(step=0, epoch=0, values={"[/loss]": 2.5}, wall_time=1e9))
+    writer.close("finished")
+    assert main(["runs", str(tmp_path), "--metric=[/loss]"]) == 0
+    assert re.search(r"\[/loss\].*2\.5", capsys.readouterr().out, re.DOTALL)
+
+
+def test_filters_that_nothing_matches_say_what_there_is(root, capsys):
+    assert main(["runs", str(root), "--name=x"]) == 0
+    assert re.match(
+        r"none of the 3 runs below .* matches; they are 19700111/.*-a to 19700112/.*-c", capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,12 +149,16 @@ def test_runs_are_listed_filtered_and_sorted(root, capsys, arguments, expected):
     [
         (["--metric=los"], "no run has a metric 'los'; did you mean 'loss'?"),
         (["--sort=los"], "no run has a metric 'los'; did you mean 'loss'?"),
-        (["--status=done"], "unknown status 'done'"),
+        (["--status=finishd"], "unknown status 'finishd': use one of running, finished, interrupted, failed; did you"),
+        (["--date=1970-01-12"], "--date 1970-01-12: give digits, YYYYMMDD or a prefix of it, such as 19700112"),
+        (["--stat=done"], "unknown option '--stat'; did you mean '--status'?"),
+        (["--sort"], "argument --sort: expected one argument"),
     ],
 )
-def test_wrong_filters_are_refused(root, capsys, arguments, message):
+def test_wrong_filters_are_refused_in_one_line(root, capsys, arguments, message):
     assert main(["runs", str(root), *arguments]) == 2
-    assert message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
 
 
 def test_a_folder_without_runs_is_said_to_have_none(tmp_path, capsys):

@@ -191,6 +191,18 @@ def test_test_results_join_the_run_that_was_trained(tmp_path):
     assert len(find_runs(tmp_path / "runs")) == 1
 
 
+def test_values_that_are_no_numbers_are_left_out_and_named_once(tmp_path):
+    recorder = RunRecorder(tmp_path)
+    odd = {"text": "x", "none": None, "vector": torch.ones(3), "huge": 10**400, "complex": 1j, "epoch": "late"}
+    rows = [{**odd, "half": torch.tensor(0.5, dtype=torch.bfloat16), "in": {"a": 1}}] * 3
+    with pytest.warns(RecordWarning) as said:
+        list(map(recorder.log_metrics, rows, range(3)))
+    recorder.finalize("success")
+    assert {name for name in odd if any(repr(name) in str(warning.message) for warning in said)} == set(odd)
+    assert len(said) == len(odd)
+    assert load_run(recorder.folder).metrics == {"half": [0.5] * 3, "in/a": [1.0] * 3}
+
+
 def test_an_unwritable_root_lets_training_go_on_or_stops_it(tmp_path):
     (tmp_path / "file").write_text("")
     root = tmp_path / "file" / "runs"

@@ -160,3 +160,12 @@ def test_kill_at_random_moments_leaves_readable_folders_that_continue_cleanly(tm
         assert run.metrics.get("m", []) == [step / 7 for step in run.steps]
         assert not run.is_complete
         first_step = max(0, len(run.steps) - 5)
+
+
+@pytest.mark.parametrize(("file", "content"), [("metrics.jsonl", "3\n"), ("epochs.json", "")])
+def test_a_folder_whose_files_are_damaged_is_not_continued(tmp_path, file, content):
+    RunWriter(tmp_path).close("finished")
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / file).write_text(content)
+    with pytest.raises(RecordError, match=f"{file} is damaged"):
+        RunWriter(tmp_path)

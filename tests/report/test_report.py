@@ -116,12 +116,30 @@ def test_a_browser_shows_the_curves_offline(runs, tmp_path):
         (["nowhere/at/all"], "run folder nowhere/at/all does not exist"),
         (["RUN", "-o", "/nonexistent/page.html"], "cannot write /nonexistent/page.html"),
         (["RUN"] * 7, "at most 6 can be compared"),
+        (["RUN", "--png", "curves.jpgg"], "--png curves.jpgg: give a file that ends in .png"),
+        (["RUN", "--outptu", "page.html"], "unknown option '--outptu'; did you mean '--output'?"),
+        ([], "the following arguments are required: RUN"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(runs, capsys, arguments, message):
     assert main(["report", *(str(runs[0]) if argument == "RUN" else argument for argument in arguments)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_any_value_and_any_name_can_be_drawn(tmp_path):
+    folders = []
+    for names in (["$x_$^{", "<script>", "[/b]", "\udc80", "_hidden", ""], ["loss", "a\nb"]):
+        folders.append(create_run_folder(tmp_path, "odd"))
+        writer = RunWriter(folders[-1])
+        for step in range(40):
+            value = [1e308 * (-1) ** step, 5e-324 * step, math.inf, 1e300, -1e300, 0.0][step % 6]
+            writer.add(StepRecord(step=step, epoch=step // 9, values=dict.fromkeys(names, value), wall_time=step / 9))
+        writer.close("finished")
+    page, picture = tmp_path / "page.html", tmp_path / "picture.png"
+    assert main(["report", *map(str, folders), "-o", str(page), "--png", str(picture)]) == 0
+    assert Page(page.read_text()).tags.count("script") == Page(page.read_text()).tags.count("figure") + 1
+    assert picture.stat().st_size > 10_000
 
 
 def test_a_run_without_rows_has_a_page(tmp_path):

@@ -1,6 +1,5 @@
 """`zdtrain bench`: what a step of the user's own model costs, from stock Lightning to a captured step."""
 
-import argparse
 import copy
 import json
 import math
@@ -18,8 +17,9 @@ from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 
-from zdtrain.cli import EXIT_OK, EXIT_USAGE
+from zdtrain.cli import EXIT_OK
 from zdtrain.cli.configured import ConfiguredRun
+from zdtrain.cli.parser import Parser
 from zdtrain.config import CAPTURE_VARIABLE, Capture
 from zdtrain.device import Runtime, runtime_for
 from zdtrain.errors import ConfigError
@@ -166,12 +166,11 @@ def table(rungs: list[Rung]) -> str:
     return "\n".join(lines)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="zdtrain bench",
         description="Time training steps of your model: stock Lightning, zdtrain, captured, captured and lowered.",
         epilog="Other arguments are those of `zdtrain fit`. Nothing is validated, checkpointed or recorded.",
-        allow_abbrev=False,
     )
     parser.add_argument("--steps", type=int, default=200, help="batches to time (default: 200)")
     parser.add_argument("--warmup", type=int, default=40, help="batches before those (default: 40)")
@@ -189,10 +188,7 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: the config or an option cannot be used.
     """
-    try:
-        options, config_args = _parser().parse_known_args(argv)
-    except SystemExit as stop:  # argparse: help, or an error that it has printed
-        return stop.code if isinstance(stop.code, int) else EXIT_USAGE
+    options, config_args = _parser().parse_known_args(argv)
     if not config_args:
         raise ConfigError("zdtrain bench: name a config file: zdtrain bench configs/digits.yaml")
     for name in ("steps", "warmup", "rounds"):

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,20 @@ def decode_float(value: float | str) -> float:
     return _NONFINITE[value] if isinstance(value, str) else value
 
 
-def to_plain(value: Any) -> Any:
+def is_stored_float(value: Any) -> bool:
+    """Return whether `value` is what `encode_float` makes of a number."""
+    return isinstance(value, int | float) or (isinstance(value, str) and value in _NONFINITE)
+
+
+def to_plain(value: Any, around: tuple[int, ...] = ()) -> Any:
     """Turn any Python value into what strict JSON can hold: numbers, strings, booleans, None, lists and dicts.
 
-    0-D tensors and arrays become numbers, paths and unknown objects become strings, and dataclasses become dicts.
+    0-D tensors and arrays become numbers, paths and unknown objects become strings, and dataclasses become dicts. A
+    container that holds itself is cut there.
+
+    Args:
+        value: The value.
+        around: Identities of the containers that hold it.
     """
     if value is None or isinstance(value, bool | str):
         return str(value) if isinstance(value, str) else value
@@ -37,17 +47,31 @@ def to_plain(value: Any) -> Any:
         return int(value)
     if isinstance(value, float):
         return encode_float(float(value))
+    if id(value) in around:
+        return "..."
+    inside = (*around, id(value))
     if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item, inside) for key, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        return to_plain(value.item())
-    if isinstance(value, Iterable) and isinstance(value, list | tuple | set | frozenset | range):
-        return [to_plain(item) for item in value]
+        held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+        return to_plain(held, inside)
+    if isinstance(value, list | tuple | set | frozenset | range):
+        return [to_plain(item, inside) for item in value]
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
-    return str(value) if isinstance(value, Path) else repr(value)
+    if isinstance(value, Path):
+        return str(value)
+    return _described(value, around)
+
+
+def _described(value: Any, around: tuple[int, ...]) -> Any:
+    """Return the number in a tensor or array, else the text that the object gives itself; neither may stop a run."""
+    try:
+        if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+            return to_plain(value.item(), around)
+        return repr(value)
+    except Exception:  # whatever code of others raises
+        return f"<{type(value).__module__}.{type(value).__qualname__}>"
 
 
 def dump_line(value: Any) -> str:

@@ -9,6 +9,7 @@ METRICS, EVENTS, EPOCHS = "metrics.jsonl", "events.jsonl", "epochs.json"
 SUMMARY, ENVIRONMENT, HPARAMS, CONFIG = "summary.json", "environment.json", "hparams.json", "config.yaml"
 SUPERSEDED = "superseded.jsonl"
 CHECKPOINTS = "checkpoints"
+MAX_NAME = 100  # characters of a run's name; file systems take 255 bytes
 
 
 def create_run_folder(root: str | Path, name: str, *, start_time: float | None = None) -> Path:
@@ -18,7 +19,8 @@ def create_run_folder(root: str | Path, name: str, *, start_time: float | None =
 
     Args:
         root: Folder that holds all runs, made when missing.
-        name: Name of the run; characters other than letters, digits, ``.``, ``_`` and ``-`` become ``-``.
+        name: Name of the run; characters other than letters, digits, ``.``, ``_`` and ``-`` become ``-``,
+            and so many as a file system takes are kept.
         start_time: Seconds since the Unix epoch; now by default.
 
     Returns:
@@ -27,7 +29,7 @@ def create_run_folder(root: str | Path, name: str, *, start_time: float | None =
     started = time.localtime(start_time)
     day = Path(root) / time.strftime("%Y%m%d", started)
     day.mkdir(parents=True, exist_ok=True)
-    clean = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip("-.") or "run"
+    clean = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip("-.")[:MAX_NAME] or "run"
     stem = f"{time.strftime('%H%M%S', started)}-{clean}"
     for attempt in count(1):
         folder = day / (stem if attempt == 1 else f"{stem}-{attempt}")

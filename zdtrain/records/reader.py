@@ -1,14 +1,21 @@
 """Reading run folders back: rows as columns, documents as dictionaries; no lightning and no torch needed."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zdtrain.records.encoding import decode_float
+from zdtrain.records.files import (
+    is_epoch_table,
+    is_event,
+    is_mapping,
+    is_step_row,
+    is_torn,
+    read_document,
+    read_rows,
+)
 from zdtrain.records.folder import ENVIRONMENT, EPOCHS, EVENTS, HPARAMS, METRICS, SUMMARY, is_run_folder
 from zdtrain.records.types import RecordError
-from zdtrain.records.writer import read_whole_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +48,12 @@ class Run:
     @property
     def name(self) -> str:
         """Date and name of the run, e.g. ``20260328/101530-digits``."""
-        return f"{self.folder.parent.name}/{self.folder.name}"
+        return f"{self.day}/{self.folder.absolute().name}"
+
+    @property
+    def day(self) -> str:
+        """Day on which the run started, e.g. ``20260328``."""
+        return self.folder.absolute().parent.name
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """Return the steps at which `metric` has a value, and the values.
@@ -64,19 +76,18 @@ def load_run(path: str | Path) -> Run:
     """Read the run folder at `path`, finished, running or killed.
 
     Raises:
-        RecordError: `path` is not a run folder, or one of its documents is not JSON.
+        RecordError: `path` is not a run folder, or one of its files is damaged or cannot be read.
     """
     folder = Path(path)
     if not is_run_folder(folder):
         raise RecordError(_no_run_folder(folder))
-    lines, is_torn = _rows(folder / METRICS)
     by_step: dict[int, dict[str, Any]] = {}
-    for row in lines:
+    for row in read_rows(folder / METRICS, is_step_row):
         merged = by_step.setdefault(row["step"], {**row, "values": {}})
         merged["values"].update(row["values"])
     rows = [by_step[step] for step in sorted(by_step)]
     names = list(dict.fromkeys(name for row in rows for name in row["values"]))
-    summary = _document(folder / SUMMARY)
+    summary = read_document(folder / SUMMARY, is_mapping)
     return Run(
         folder=folder,
         steps=[row["step"] for row in rows],
@@ -84,45 +95,31 @@ def load_run(path: str | Path) -> Run:
         wall_times=[row["wall_time"] for row in rows],
         metrics={name: [_value(row["values"].get(name)) for row in rows] for name in names},
         summary=summary,
-        hparams=_document(folder / HPARAMS, missing={}),
-        environment=_document(folder / ENVIRONMENT, missing={}),
-        epoch_statistics=_document(folder / EPOCHS, missing=[]),
-        events=_rows(folder / EVENTS)[0],
-        is_complete=summary.get("status") != "running" and not is_torn,
+        hparams=read_document(folder / HPARAMS, is_mapping, missing={}),
+        environment=read_document(folder / ENVIRONMENT, is_mapping, missing={}),
+        epoch_statistics=read_document(folder / EPOCHS, is_epoch_table, missing=[]),
+        events=read_rows(folder / EVENTS, is_event),
+        is_complete=summary.get("status") != "running" and not is_torn(folder / METRICS),
     )
 
 
 def find_runs(root: str | Path) -> list[Path]:
-    """Return every run folder below `root`, oldest first."""
-    return sorted(path.parent for path in Path(root).glob(f"*/*/{SUMMARY}"))
+    """Return every run folder below `root`, oldest first; `root` may also be the folder of one day, or of one run."""
+    for pattern in (f"*/*/{SUMMARY}", f"*/{SUMMARY}", SUMMARY):
+        if found := sorted(path.parent for path in Path(root).glob(pattern)):
+            return found
+    return []
 
 
 def _value(stored: float | str | None) -> float | None:
     return None if stored is None else decode_float(stored)
 
 
-def _rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Return the rows of a JSON-lines file and whether a kill tore off its end."""
-    lines = read_whole_lines(path)
-    is_torn = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-    try:
-        return [json.loads(line) for line in lines], is_torn
-    except json.JSONDecodeError as error:
-        raise RecordError(f"{path} is damaged: {error}") from error
-
-
-def _document(path: Path, missing: Any = None) -> Any:
-    if not path.is_file() and missing is not None:
-        return missing
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise RecordError(f"{path} is damaged: {error}") from error
-
-
 def _no_run_folder(folder: Path) -> str:
     if not folder.exists():
         return f"run folder {folder} does not exist"
+    if is_run_folder(folder.parent):
+        return f"{folder} is not a run folder but a part of one: {folder.parent}"
     inside = find_runs(folder) or find_runs(folder.parent)
     hint = f"; the newest run near it is {inside[-1]}" if inside else ""
     return f"{folder} is not a run folder (it holds no {SUMMARY}){hint}"

@@ -81,6 +81,7 @@ class RunRecorder(Logger):
         self._on_error, self._chunk_rows, self._chunk_seconds = on_error, chunk_rows, chunk_seconds
         self._is_off = False
         self._writer: RunWriter | None = None
+        self._left_out: set[str] = set()  # metrics that are not numbers
         self._lag_seconds = 0.0  # how far a row was behind its step at most
         self._hparams: dict[str, Any] = {}
         self._notes: dict[Path, Path] = {}  # hyperparameters beside a checkpoint → the checkpoint
@@ -175,9 +176,9 @@ class RunRecorder(Logger):
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        values = dict(_flat(metrics))
+        values = {name: number for name, value in _flat(metrics) if (number := self._number(name, value)) is not None}
         epoch = values.get("epoch")
-        if epoch is not None and float(epoch).is_integer():
+        if epoch is not None and epoch.is_integer():
             del values["epoch"]
         else:
             epoch = None
@@ -189,6 +190,15 @@ class RunRecorder(Logger):
                 wall_time=time.time(),
             )
         )
+
+    def _number(self, name: str, value: Any) -> float | None:
+        """Return the value of a metric as a number; one that is none is left out, which is said once."""
+        number = _number(value)
+        if number is None and name not in self._left_out:
+            self._left_out.add(name)
+            what = f"metric {name!r} is not recorded: {to_plain(value)!s:.80} is not one number"
+            rank_zero_warn(what, category=RecordWarning)
+        return number
 
     @override
     @rank_zero_only
@@ -370,10 +380,18 @@ def _below(path: str, folder: Path | None) -> str:
     return os.path.relpath(path, folder) if inside else path
 
 
-def _flat(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def _flat(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield name and value of each metric; names of nested ones are joined by ``/``."""
     for name, value in metrics.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}/")
         else:
-            yield f"{prefix}{name}", float(value)
+            yield f"{prefix}{name}", value
+
+
+def _number(value: Any) -> float | None:
+    """Return `value` as a number; None where it is none, such as text or a tensor of several."""
+    try:
+        return None if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zdtrain.records.encoding import decode_float, dump_document, dump_line
+from zdtrain.records.files import is_epoch_table, is_step_row, read_document, read_rows, read_whole_lines
 from zdtrain.records.folder import EPOCHS, EVENTS, METRICS, SUMMARY, SUPERSEDED
 from zdtrain.records.lock import FolderLock
 from zdtrain.records.rows import EpochTable, Row, RowMerger
@@ -29,6 +30,9 @@ class RunWriter:
         chunk_rows: Records kept before rows are converted and written.
         chunk_seconds: Longest time in seconds that a record waits while others follow.
         on_error: What a full disk or an unwritable folder does: ``"warn"`` once and record no more, or ``"raise"``.
+
+    Raises:
+        RecordError: Files of the earlier run are damaged.
     """
 
     def __init__(
@@ -48,8 +52,9 @@ class RunWriter:
         self._opened: set[str] = set()
         self._lock = FolderLock(folder)
         self._continues = (folder / METRICS).is_file()
-        if self._continues and (folder / EPOCHS).is_file():
-            self._keep_device_statistics(json.loads((folder / EPOCHS).read_text(encoding="utf-8")))
+        if self._continues:
+            read_rows(folder / METRICS, is_step_row)  # what is damaged is refused now, and not by the first row
+            self._keep_device_statistics(read_document(folder / EPOCHS, is_epoch_table, missing=[]))
 
     def add(self, record: StepRecord) -> None:
         """Queue `record`; a full or old queue is converted and written."""
@@ -189,14 +194,6 @@ class RunWriter:
                 RecordWarning,
                 stacklevel=2,
             )
-
-
-def read_whole_lines(path: Path) -> list[str]:
-    """Return the complete JSON lines of `path`; a last line that a kill tore off is left out."""
-    if not path.is_file():
-        return []
-    text = path.read_bytes()
-    return text[: text.rfind(b"\n") + 1].decode().splitlines()
 
 
 def _drop_torn_line(path: Path) -> None:

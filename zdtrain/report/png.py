@@ -34,11 +34,18 @@ def save_png(runs: Sequence[Run], path: str | Path) -> None:
             style = _STYLES[metrics.index(line.metric) % len(_STYLES)]
             faint = 0.4 if line.band is not None else 1.0
             marker = "o" if len(line.steps) == 1 else None
-            axes.plot(line.steps, line.values, style, color=color, alpha=faint, label=label, marker=marker)
+            axes.plot(line.steps, line.values, style, color=color, alpha=faint, label=_shown(label), marker=marker)
             if line.band is not None:
                 axes.fill_between(line.band.steps, line.band.minima, line.band.maxima, color=color, alpha=0.15)
                 axes.plot(line.band.steps, line.band.means, color=color, linewidth=2)
-        axes.set(title=chart.title, xlabel="step")
+        axes.set_title(_shown(chart.title), parse_math=False)
+        axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        for text in axes.legend(fontsize="small").get_texts():
+            text.set_parse_math(False)  # a dollar sign in a name begins no formula
     figure.savefig(path, dpi=110)
+
+
+def _shown(name: str) -> str:
+    """Return a name as text that can be drawn; a legend leaves out what begins with an underscore."""
+    return name.encode("utf-8", "backslashreplace").decode().lstrip("_") or "_"

@@ -1,14 +1,15 @@
 """From the rows of runs to the lines of charts: which metrics share a chart, and how many points a curve needs."""
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from zdtrain.records.reader import Run
 
 MAX_POINTS = 400
+_MAX_VALUE = 1e300  # twice of it is still finite, so the distance of two values is
 
 _PREFIX = re.compile(r"^(train|val|valid|validation|test)[_/]")
 _SUFFIX = re.compile(r"_(step|epoch)$")
@@ -43,7 +44,7 @@ class Line:
     steps: list[float]
     """Horizontal positions."""
     values: list[float]
-    """Vertical positions, all finite."""
+    """Vertical positions, all finite and at most 1e300."""
     band: Band | None = None
     """Epoch statistics, where an epoch has more than one value."""
 
@@ -111,7 +112,7 @@ def thin_out(
 
 def _line(index: int, run: Run, metric: str) -> Line:
     steps, values = run.series(metric)
-    finite = [(float(step), value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
+    finite = [(float(step), value) for step, value in zip(steps, values, strict=True) if _is_drawable(value)]
     thin_steps, thin_values = thin_out([step for step, _ in finite], [value for _, value in finite])
     return Line(run=index, metric=metric, steps=thin_steps, values=thin_values, band=_band(run, metric))
 
@@ -120,7 +121,9 @@ def _band(run: Run, metric: str) -> Band | None:
     epochs = [
         (epoch, statistics)
         for epoch in run.epoch_statistics
-        if (statistics := epoch["metrics"].get(metric)) is not None and statistics["count"] > 1
+        if (statistics := epoch["metrics"].get(metric)) is not None
+        and statistics["count"] > 1
+        and all(_is_drawable(statistics[name]) for name in ("mean", "min", "max"))
     ]
     if len(epochs) < 2:
         return None
@@ -130,6 +133,11 @@ def _band(run: Run, metric: str) -> Band | None:
         minima=[statistics["min"] for _, statistics in epochs],
         maxima=[statistics["max"] for _, statistics in epochs],
     )
+
+
+def _is_drawable(value: Any) -> bool:
+    """Return whether there is a place for a value on an axis: what is not finite, or stored as its name, has none."""
+    return isinstance(value, int | float) and abs(value) <= _MAX_VALUE
 
 
 def _markers(index: int, run: Run) -> Iterable[Marker]:

@@ -58,14 +58,15 @@ def draw_chart(chart: Chart) -> str:
 
 def round_ticks(low: float, high: float, target: int = 5) -> list[float]:
     """Return about `target` round numbers that span `low` to `high`; at least two, also where both are equal."""
-    if high <= low:
+    if high - low <= max(abs(low), abs(high), 1e-290) * 1e-9:  # no numbers of few digits lie in between
         pad = abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad
     rough = (high - low) / target
     magnitude: float = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= rough)
     first = math.floor(low / step)
-    return [round(number * step, 12) for number in range(first, math.ceil(high / step) + 1)]
+    digits = max(12, 2 - math.floor(math.log10(step)))
+    return [round(number * step, digits) for number in range(first, math.ceil(high / step) + 1)]
 
 
 def _grid(axes: Axes) -> list[str]:
