@@ -1,10 +1,11 @@
 """What monitors, records and averaged weights cost beside the bare step, and a long run that has to stay flat.
 
-The MLP, the batches and the marginal cost of `step_overhead.py`; every contender logs eight metrics. All contenders of
-a round run in one process, one after the other, and are compared with the bare step of that round; figures are medians
-over rounds. Time is the processor time of the process, its writing thread included, because machines are shared.
+The MLP and the batches of `step_overhead.py`; every contender logs eight metrics. A run is timed in blocks of 256 steps
+behind its first ones, so that each holds what is done once per chunk of rows, and its cost is the median block. All
+contenders of a round run in one process, one after the other, and are compared with the bare step of that round;
+figures are medians over rounds. Time is the processor time of the process, because machines are shared.
 
-    python -m benchmarks.monitors [--rounds 9] [--steps 1000] [--long 10000] [--out benchmarks/results/monitors.json]
+    python -m benchmarks.monitors [--rounds 9] [--steps 1025] [--long 10000] [--out benchmarks/results/monitors.json]
 """
 
 import argparse
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from zdtrain.quiet import quiet
 from zdtrain.records import load_run
 
 METRICS = 8
+BLOCK_STEPS = 256  # rows that a recorder keeps before it writes them
 
 
 class Eight(pl.LightningModule):
@@ -40,7 +43,6 @@ class Eight(pl.LightningModule):
     def __init__(self, optimizer: Callable[..., torch.optim.Optimizer] = fused_adam) -> None:
         super().__init__()
         self.net, self.optimizer = network(), optimizer
-        self.start = 0.0
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         x, y = batch
@@ -54,16 +56,21 @@ class Eight(pl.LightningModule):
 
 
 class Clock(pl.Callback):
-    """Takes the processor time between the warm-up batches and the end."""
+    """Takes the processor time of each block of steps behind the warm-up batches."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx == WARMUP_STEPS:
-            self.start = time.process_time()
+        if batch_idx % BLOCK_STEPS == WARMUP_STEPS:
+            self.times.append(time.process_time())
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.seconds = time.process_time() - self.start
+    def step_us(self) -> float:
+        """Return the time of a step in the median block, in microseconds."""
+        blocks = [end - start for start, end in pairwise(self.times)]
+        return statistics.median(blocks) / BLOCK_STEPS * 1e6
 
 
 def mixed() -> list[Monitor]:
@@ -106,6 +113,7 @@ CONTENDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "bare": dict,
     "records": lambda: {"records": True},
     "6 telling": lambda: {"monitors": telling()},
+    "6 telling + records": lambda: {"monitors": telling(), "records": True},
     "nonfinite=skip": lambda: {"nonfinite": "skip"},
     "6 mixed": lambda: {"monitors": mixed()},
     "6 mixed + records": lambda: {"monitors": mixed(), "records": True},
@@ -138,28 +146,22 @@ def fit(
     return trainer
 
 
-def seconds(options: dict[str, Any], steps: int, optimizer: Callable[..., torch.optim.Optimizer]) -> float:
+def step_us(options: dict[str, Any], steps: int, optimizer: Callable[..., torch.optim.Optimizer]) -> float:
+    gc.collect()
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         fit(Eight(optimizer), Batches(steps), folder, options, clock)
-    return clock.seconds
-
-
-def marginal_us(make: Callable[[], dict[str, Any]], steps: int, optimizer: Callable[..., Any]) -> float:
-    gc.collect()
-    once = seconds(make(), steps, optimizer)
-    twice = seconds(make(), 2 * steps, optimizer)
-    return (twice - once) / steps * 1e6
+    return clock.step_us()
 
 
 def measure(rounds: int, steps: int, optimizer: Callable[..., Any], wanted: list[str]) -> dict[str, Any]:
     chosen = {name: make for name, make in CONTENDERS.items() if name == "bare" or name in wanted}
     for make in chosen.values():
-        seconds(make(), 50, optimizer)
+        step_us(make(), BLOCK_STEPS + 1, optimizer)
     cost: dict[str, list[float]] = {name: [] for name in chosen}
     for _ in range(rounds):
         for name, make in chosen.items():
-            cost[name].append(marginal_us(make, steps, optimizer))
+            cost[name].append(step_us(make(), steps, optimizer))
     ratios = {name: [v / b for v, b in zip(values, cost["bare"], strict=True)] for name, values in cost.items()}
     return {
         name: {
@@ -210,7 +212,7 @@ def long_run(steps: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=1000, help="N of the marginal cost")
+    parser.add_argument("--steps", type=int, default=1025, help="steps that are timed per run")
     parser.add_argument("--long", type=int, default=10_000, help="steps of the long run; 0 for none")
     parser.add_argument("--only", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), help="contenders")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/monitors.json"))

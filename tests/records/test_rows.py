@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zdtrain.records.rows import EpochTable, MetricStatistics, Row, RowMerger
+from zdtrain.records.encoding import dump_line
+from zdtrain.records.rows import EpochTable, MetricStatistics, Row, RowMerger, alike, encode_rows
 from zdtrain.records.types import StepRecord
 
 
@@ -60,11 +61,12 @@ def test_open_rows_stay_bounded_when_training_values_never_come():
     assert len(sealed) > 3900
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50))
-def test_epoch_statistics_equal_a_float64_reference(values):
+@given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20), min_size=1, max_size=9))
+def test_epoch_statistics_equal_a_float64_reference_however_values_are_grouped(groups):
     running = MetricStatistics()
-    for value in values:
-        running.update(value)
+    for group in groups:
+        running.take(group)
+    values = [value for group in groups for value in group]
     result = running.as_dict()
     assert result["mean"] == pytest.approx(statistics.fmean(values), rel=1e-9, abs=1e-9)
     assert result["variance"] == pytest.approx(statistics.pvariance(values), rel=1e-6, abs=1e-6)
@@ -74,8 +76,7 @@ def test_epoch_statistics_equal_a_float64_reference(values):
 
 def test_nonfinite_values_are_counted_apart():
     running = MetricStatistics()
-    for value in (1.0, math.nan, math.inf, 3.0):
-        running.update(value)
+    running.take([1.0, math.nan, math.inf, 3.0])
     assert running.as_dict() == {
         "mean": 2.0,
         "variance": 1.0,
@@ -89,15 +90,29 @@ def test_nonfinite_values_are_counted_apart():
 
 def test_a_metric_that_was_never_finite_has_no_mean():
     running = MetricStatistics()
-    running.update(math.nan)
+    running.take([math.nan])
     assert running.as_dict()["mean"] is None
     assert running.as_dict()["min"] is None
+
+
+@given(
+    st.lists(st.floats() | st.integers(-5, 5) | st.booleans(), max_size=6),
+    st.sampled_from(["loss", 'a"quote', "100%", "%s", "ö\\n"]),
+    st.none() | st.integers(0, 3),
+)
+def test_rows_that_are_alike_are_encoded_as_one_by_one(values, name, epoch):
+    rows = [
+        Row(step=step, epoch=epoch, batch_idx=step or None, wall_time=1.7e9 + step / 7, values={name: value, "b": 1.5})
+        for step, value in enumerate(values)
+    ]
+    encoded = [line for some in alike(rows) for line in encode_rows(some)]
+    assert encoded == [dump_line(row.as_dict()) for row in rows]
 
 
 def test_epochs_are_kept_apart():
     table = EpochTable()
     for step, epoch in ((0, 0), (1, 0), (2, 1)):
-        table.update(Row(step=step, epoch=epoch, batch_idx=step, wall_time=float(step), values={"m": float(step)}))
+        table.update([Row(step=step, epoch=epoch, batch_idx=step, wall_time=float(step), values={"m": float(step)})])
     first, second = table.as_list()
     assert (first["first_step"], first["last_step"], first["num_steps"], first["seconds"]) == (0, 1, 2, 1.0)
     assert first["metrics"]["m"]["mean"] == 0.5

@@ -1,9 +1,10 @@
 """From the ring to everybody who wants the values of every single step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from time import monotonic
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -18,8 +19,8 @@ CHUNK_SECONDS = 0.5
 class StepConsumer(Protocol):
     """Somebody who wants the values of every step."""
 
-    def record_step(self, record: StepRecord) -> None:
-        """Take the values of one finished step; called in order."""
+    def record_steps(self, records: Sequence[StepRecord]) -> None:
+        """Take the values of finished steps, one or more; called in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +37,7 @@ class RowLayout:
     """Columns in the order in which they were first logged."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stamp:
+class Stamp(NamedTuple):
     """What the host knows of a row."""
 
     step: int
@@ -55,13 +55,16 @@ class Stamp:
 
 
 class RowWatcher(Protocol):
-    """Somebody who looks at every row before the consumers get it, and decides whether they do."""
+    """Somebody who looks at all rows before the consumers get them, and decides whether they do."""
 
     def watch(self, rows: Tensor, layout: RowLayout, stamps: Sequence[Stamp]) -> None:
         """Look at a chunk of rows on the device, shape=(len(stamps), columns); nobody writes to it again."""
 
-    def hear(self, stamp: Stamp, layout: RowLayout, numbers: Sequence[Value]) -> bool:
-        """Take in a row that has arrived; return whether consumers get it."""
+    def hear(self, stamps: Sequence[Stamp], layout: RowLayout, numbers: Sequence[Value]) -> int:
+        """Take in rows that have arrived, side by side; return how many of them, from the first on, consumers get."""
+
+    def tell(self) -> None:
+        """Say what there is to say of the rows heard last; consumers have them."""
 
 
 class StepStream:
@@ -94,7 +97,7 @@ class StepStream:
 
     def push(self, layout: RowLayout, parts: Sequence[Tensor], stamp: Stamp) -> None:
         """Keep the values of a step; `parts` are read on the device, now."""
-        if layout != self._layout:
+        if layout is not self._layout and layout != self._layout:
             self.send()
             self._layout = layout
             self._ring = MetricRing(layout.widths, parts[0].device)
@@ -112,27 +115,34 @@ class StepStream:
         if not self._stamps or self._ring is None or self._layout is None:
             return
         stamps, self._stamps = self._stamps, []
-        layout, columns = self._layout, sum(self._layout.widths)
+        layout = self._layout
         # a copy on the device, so that the ring may go on whatever the host does
         rows = self._ring.storage[self._first_row : self._first_row + len(stamps)].clone()
 
         def deliver(numbers: list[Value]) -> None:
-            for i, stamp in enumerate(stamps):
-                self._hand_over(stamp, layout, numbers[i * columns : (i + 1) * columns])
+            self._hand_over(stamps, layout, numbers)
 
         self._drain.send(rows.reshape(-1), deliver)
         if self.watcher is not None:
             self.watcher.watch(rows, layout, stamps)
 
-    def _hand_over(self, stamp: Stamp, layout: RowLayout, numbers: Sequence[Value]) -> None:
-        if self.watcher is not None and not self.watcher.hear(stamp, layout, numbers):
-            return
-        if True not in stamp.present:
-            return
-        shown = zip(layout.names, numbers, stamp.present, strict=False)  # a watcher's values follow the metrics
-        values = {name: number for name, number, present in shown if present}
-        record = StepRecord(
-            step=stamp.step, epoch=stamp.epoch, batch_idx=stamp.batch_idx, values=values, wall_time=stamp.wall_time
-        )
-        for consumer in self._consumers:
-            consumer.record_step(record)
+    def _hand_over(self, stamps: Sequence[Stamp], layout: RowLayout, numbers: Sequence[Value]) -> None:
+        watcher = self.watcher
+        count = len(stamps) if watcher is None else watcher.hear(stamps, layout, numbers)
+        records = list(_records(stamps[:count], layout, numbers)) if self._consumers else []
+        for consumer in self._consumers if records else ():
+            consumer.record_steps(records)
+        if watcher is not None:
+            watcher.tell()
+
+
+def _records(stamps: Sequence[Stamp], layout: RowLayout, numbers: Sequence[Value]) -> Iterator[StepRecord]:
+    names, columns = layout.names, sum(layout.widths)
+    for index, (step, epoch, batch_idx, present, _, wall_time) in enumerate(stamps):
+        first = index * columns
+        shown: Iterable[tuple[str, Value]] = zip(names, numbers[first : first + len(names)], strict=True)
+        if False in present:
+            shown = compress(shown, present)
+        values = dict(shown)
+        if values:
+            yield StepRecord(step=step, epoch=epoch, wall_time=wall_time, batch_idx=batch_idx, values=values)

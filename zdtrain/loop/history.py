@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -22,8 +23,8 @@ class Mark:
     """Fields of Lightning's progress counters."""
     scheduled: int
     """Updates of the learning rate so far."""
-    weights: dict[int, Any]
-    """Batch sizes that logged means were weighted with so far, by id of the slot."""
+    weights: list[Any]
+    """Batch sizes that logged means were weighted with so far, of each slot that there was."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,10 +55,11 @@ class History:
         self._trackers = [counter for tracker in trackers for counter in (tracker.current, tracker.total)]
         self._fields = [vars(counter) for counter in self._trackers]
         self._updates = vars(schedulers.total)
-        self._slots: list[MetricSlot] = []
+        self._slots: list[dict[str, Any]] = []  # attributes of each, past nn.Module's machinery; new ones come last
         self._num_results = -1
         self._schedulers = [c.scheduler for c in trainer.lr_scheduler_configs if c.interval == "step"]
         self._marks: deque[Mark] = deque()
+        self._heard = -1  # marks up to here are forgotten
         self._schedules: dict[int, Schedule] = {}  # by number of updates
         self.rates: RatesByCount | None = None
         if late is not None and self._schedulers:
@@ -96,12 +98,12 @@ class History:
             states = [scheduler.state_dict() for scheduler in self._schedulers]
             self._schedules[mark.scheduled] = Schedule(schedulers=states, groups=self._groups())
 
-    def _weights(self) -> dict[int, Any]:
+    def _weights(self) -> list[Any]:
         results = self._loop._results
         if len(results) != self._num_results:
             self._num_results = len(results)
-            self._slots = [metric for metric in results.values() if isinstance(metric, MetricSlot)]
-        return {id(slot): slot.__dict__["weight"] for slot in self._slots}
+            self._slots = [metric.__dict__ for metric in results.values() if isinstance(metric, MetricSlot)]
+        return [slot["weight"] for slot in self._slots]
 
     def _groups(self) -> list[dict[str, Any]]:
         kept: Any = float | int | tuple
@@ -115,7 +117,9 @@ class History:
 
     def trim(self, heard: int) -> None:
         """Forget what no step behind `heard` may need."""
-        marks = self._marks
+        if heard == self._heard:
+            return
+        self._heard, marks = heard, self._marks
         while len(marks) > 1 and marks[1].step <= heard:
             marks.popleft()
         if marks and len(self._schedules) > 2 * len(marks) + 8:
@@ -141,14 +145,14 @@ class History:
         mark, later = self._marks[index], list(self._marks)[index + 1 :]
         now = self._weights()
         after = later[0].weights if later else now
-        share = {key: weight - mark.weights.get(key, 0) for key, weight in after.items()}
+        share = [weight - before for weight, before in zip_longest(after, mark.weights, fillvalue=0)]
         updates = (later[0].scheduled if later else self._scheduled) - mark.scheduled
         for other in later:
             other.scheduled -= updates
-            other.weights = {key: weight - share.get(key, 0) for key, weight in other.weights.items()}
+            other.weights = [weight - part for weight, part in zip_longest(other.weights, share, fillvalue=0)]
             for fields in other.counters[-2:]:
                 fields.update({name: count - updates for name, count in fields.items()})
-        self._write_weights({key: weight - share.get(key, 0) for key, weight in now.items()})
+        self._write_weights([weight - part for weight, part in zip_longest(now, share, fillvalue=0)])
         for counter in self._trackers[-2:]:
             counter.ready -= updates
             counter.completed -= updates
@@ -158,11 +162,11 @@ class History:
     def _index(self, step: int) -> int:
         return next(index for index, mark in enumerate(self._marks) if mark.step == step)
 
-    def _write_weights(self, weights: dict[int, Any]) -> None:
-        for metric in self._loop._results.values():
-            if isinstance(metric, MetricSlot):
-                metric.weight = weights.get(id(metric), 0)
-                metric._computed = None
+    def _write_weights(self, weights: list[Any]) -> None:
+        self._weights()  # gets to know new slots, whose weight was 0
+        known = [*weights, *[0] * (len(self._slots) - len(weights))]
+        for slot, weight in zip(self._slots, known, strict=True):
+            slot["weight"], slot["_computed"] = weight, None
 
     def _write_schedule(self, updates: int) -> None:
         """Return schedulers and parameter groups to where they were after so many updates."""

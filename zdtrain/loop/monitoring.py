@@ -197,9 +197,10 @@ class Monitoring:
             return False
         if self._calls is not None:
             self._calls.release()
-        for step in listener.take_skipped():
-            self.num_skipped += 1
-            history.forget(step)
+        if listener.skipped:
+            for step in listener.take_skipped():
+                self.num_skipped += 1
+                history.forget(step)
         if listener.stop is not None:
             self._go_back(listener.stop.step)
             self._look_for_the_cause(listener.stop)

@@ -70,7 +70,7 @@ class StepRows:
         return parts, stamp
 
     def _fresh(self, cached: list[Tensor | None]) -> tuple[bool, ...]:
-        if all(len(bank.fresh) == bank.size for bank in self._banks) and not any(v is None for v in cached):
+        if not (cached and any(v is None for v in cached)) and all(len(b.fresh) == b.size for b in self._banks):
             return self._all
         fresh = [index in bank.fresh for bank in self._banks for index in range(bank.size)]
         return (*fresh, *(value is not None for value in cached))

@@ -96,6 +96,12 @@ class HostGate:
         self._next_step = step + 1 + self._timing.cooldown
         return True
 
+    def acting(self, holds: Sequence[float], steps: Sequence[int]) -> list[int]:
+        """Decide about steps in a row; return the indices of those to act in."""
+        if not self._in_row and not any(holds):
+            return []
+        return [i for i, (held, step) in enumerate(zip(holds, steps, strict=True)) if self.decide(bool(held), step)]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""
         return {"in_row": self._in_row, "next_step": self._next_step}

@@ -1,7 +1,9 @@
 """The host's side of the monitors: what rows that arrive say about them."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import compress
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -87,7 +89,9 @@ class RowListener:
         self.stop_monitor: Monitor | None = None
         self.skipped: list[int] = []  # steps whose update was held back, not accounted for on the host yet
         self.seen: set[str] = set()  # metrics that some row held
-        self._rows: dict[int, Sequence[Value]] = {}  # rows that informing monitors have not judged yet, by step
+        self._rows: dict[int, list[Sequence[Value]]] = {}  # not judged by monitors that inform yet, by first step
+        self._to_tell: list[tuple[MonitorEvent, Monitor]] = []
+        self._named: tuple[tuple[RowLayout, bool], dict[str, int]] | None = None
         on_host = self._runtime.device.type == "cpu" and self._runtime.is_immediate
         self._acted_here = acted.numpy() if on_host else None
 
@@ -108,29 +112,38 @@ class RowListener:
         skipped, self.skipped = self.skipped, []
         return skipped
 
-    def hear(self, stamp: Stamp, layout: RowLayout, numbers: Sequence[Value]) -> bool:
-        """Take in a row that has arrived; return False where it lies behind a stop and nobody else may see it."""
+    def hear(self, stamps: Sequence[Stamp], layout: RowLayout, numbers: Sequence[Value]) -> int:
+        """Take in rows that have arrived; return how many of them lie before a stop, for others to see."""
         if self.stop is not None:
-            return False
-        self.heard = stamp.step
-        first = len(layout.names)
-        acted = numbers[first : first + len(self._verdicts)]
+            return 0
+        first, columns, count = len(layout.names), sum(layout.widths), len(stamps)
+        self.heard = stamps[-1].step
+        if any(any(numbers[first + index :: columns]) for index in range(len(self._verdicts))):
+            count = self._hear_actions(stamps, layout, [numbers[i * columns :] for i in range(len(stamps))])
         if self._watching:
-            self._rows[stamp.step] = numbers
-        if not any(acted):
-            return True
-        for verdict, flag in zip(self._verdicts, acted, strict=True):
-            if not flag:
-                continue
-            event = self._event(verdict.reason, verdict.action, stamp, layout, numbers)
-            if verdict.action == "stop":
-                self.stop, self.stop_monitor = event, verdict.monitor
-                self._tell(event, verdict.monitor)
-                return False
-            if verdict.action == "skip" and (not self.skipped or self.skipped[-1] != stamp.step):
-                self.skipped.append(stamp.step)
-            self._tell(event, verdict.monitor)
-        return True
+            self._rows[stamps[0].step] = [numbers[i * columns : (i + 1) * columns] for i in range(count)]
+        return count
+
+    def _hear_actions(self, stamps: Sequence[Stamp], layout: RowLayout, rows: Sequence[Sequence[Value]]) -> int:
+        """Take note of what acted; return the number of the row that a monitor stopped at, or how many there are."""
+        for index, (stamp, row) in enumerate(zip(stamps, rows, strict=True)):
+            for verdict, flag in zip(self._verdicts, row[len(layout.names) :], strict=False):
+                if not flag:
+                    continue
+                event = self._event(verdict.reason, verdict.action, stamp, layout, row)
+                self._to_tell.append((event, verdict.monitor))
+                if verdict.action == "stop":
+                    self.stop, self.stop_monitor, self.heard = event, verdict.monitor, stamp.step
+                    return index
+                if verdict.action == "skip" and (not self.skipped or self.skipped[-1] != stamp.step):
+                    self.skipped.append(stamp.step)
+        return len(stamps)
+
+    def tell(self) -> None:
+        """Tell of what acted in the rows heard last."""
+        to_tell, self._to_tell = self._to_tell, []
+        for event, monitor in to_tell:
+            self._tell(event, monitor)
 
     def watch(self, rows: Tensor, layout: RowLayout, stamps: Sequence[Stamp]) -> None:
         """Evaluate what only informs, on the monitor stream.
@@ -142,7 +155,7 @@ class RowListener:
         """
         for fresh in {stamp.fresh for stamp in stamps}:
             for names in (layout.metrics, layout.names):
-                self.seen.update(name for name, new in zip(names, fresh, strict=True) if new)
+                self.seen.update(compress(names, fresh))
         self.seen.update(self._extras)
         if not self._watching:
             return
@@ -158,46 +171,49 @@ class RowListener:
 
     def _answers(self, rows: Tensor, layout: RowLayout, stamps: Sequence[Stamp]) -> Tensor:
         """Return what the host needs of the device: whether a condition holds by row, or what it is compared with."""
-        answers = []
+        answers, columns = [], rows.unbind(1)
         for watched in self._watching:
             monitor = watched.monitor
             if isinstance(monitor, RowMonitor):
-                answers.append(self._holds(monitor, rows, layout, stamps))
+                answers.append(self._holds(monitor, columns, layout, stamps))
             elif isinstance(monitor, Plateau | Spike):
                 answers.append(monitor.limit.reshape(1))
-        return torch.cat([answer.to(rows.dtype) for answer in answers])
+        sizes = [len(answer) for answer in answers]
+        packed = rows.new_empty(sum(sizes))
+        torch._foreach_copy_(packed.split(sizes), answers)
+        return packed
 
     def _inform(self, answers: Sequence[Value], layout: RowLayout, stamps: Sequence[Stamp]) -> None:
         """Warn and call functions, step by step, about conditions whose outcome has arrived."""
-        for index, stamp in enumerate(stamps):
-            numbers = self._rows.pop(stamp.step, None)
-            if numbers is None:  # behind a stop
-                continue
-            for monitor in self._judge(self._watching, answers, index, numbers, layout, stamps):
-                self._tell(self._event(monitor.describe(), monitor.action, stamp, layout, numbers), monitor)
+        rows = self._rows.pop(stamps[0].step, ())  # those before a stop
+        for index, monitor in self._judge(self._watching, answers, rows, layout, stamps):
+            self._tell(self._event(monitor.describe(), monitor.action, stamps[index], layout, rows[index]), monitor)
 
     def _judge(
         self,
         watching: Sequence[Watched],
         answers: Sequence[Value],
-        index: int,
-        numbers: Sequence[Value],
+        rows: Sequence[Sequence[Value]],
         layout: RowLayout,
         stamps: Sequence[Stamp],
-    ) -> Iterator[Monitor]:
-        """Let `watching` take in the row at `index`; yield those that act."""
-        names, stamp, first = self._names(layout), stamps[index], 0
+    ) -> list[tuple[int, Monitor]]:
+        """Let `watching` take in rows; return which act at which, in the order of the rows."""
+        names, first, found = self._names(layout), 0, []
+        steps = [stamp.step for stamp, _ in zip(stamps, rows, strict=False)]
         for watched in watching:
             if watched.follower is None:
-                holds = bool(answers[first + index])
+                holds: Sequence[Value] = answers[first : first + len(rows)]
                 first += len(stamps)
             else:
                 column = names.get((watched.monitor.metrics or ("",))[0], -1)
-                there = column >= len(layout.names) or (column >= 0 and stamp.fresh[column])
-                holds = there and watched.follower.decide(numbers[column], answers[first])
+                holds = [
+                    (column >= len(layout.names) or (column >= 0 and stamp.fresh[column]))
+                    and watched.follower.decide(row[column], answers[first])
+                    for stamp, row in zip(stamps, rows, strict=False)
+                ]
                 first += 1
-            if watched.gate.decide(holds, stamp.step):
-                yield watched.monitor
+            found += [(index, watched.monitor) for index in watched.gate.acting(holds, steps)]
+        return sorted(found, key=itemgetter(0))
 
     def state(self, look: tuple[Tensor, RowLayout, Stamp] | None) -> list[dict[str, Any]]:
         """Return what a run that goes on needs to know of the monitors that inform.
@@ -210,8 +226,7 @@ class RowListener:
             row, layout, stamp = look
             watching = [watched.copy() for watched in watching]
             answers = self._runtime.read(self._answers(row, layout, [stamp])).tolist()
-            numbers = self._runtime.read(row[0]).tolist()
-            list(self._judge(watching, answers, 0, numbers, layout, [stamp]))
+            self._judge(watching, answers, self._runtime.read(row).tolist(), layout, [stamp])
         return [watched.state_dict() for watched in watching]
 
     def load_state(self, state: Sequence[dict[str, Any]]) -> None:
@@ -254,27 +269,37 @@ class RowListener:
                     said.append(f"monitor {monitor.describe()!r}: training_step logged no {metric!r}; {hint}")
         return said
 
-    def _holds(self, monitor: RowMonitor, rows: Tensor, layout: RowLayout, stamps: Sequence[Stamp]) -> Tensor:
+    def _holds(
+        self, monitor: RowMonitor, columns: Sequence[Tensor], layout: RowLayout, stamps: Sequence[Stamp]
+    ) -> Tensor:
         """Return whether the condition of `monitor` holds in each row, shape=(rows,), bool."""
         names = self._names(layout)
-        wanted = [names[m] for m in monitor.metrics or () if m in names]
-        whole = all(stamp.fresh[column] for column in wanted if column < len(layout.names) for stamp in stamps)
+        looks_at = (
+            list(names.items()) if monitor.metrics is None else [(m, names[m]) for m in monitor.metrics if m in names]
+        )
+        logged = [column for _, column in looks_at if column < len(layout.names)]
+        whole = all(fresh[column] for fresh in {stamp.fresh for stamp in stamps} for column in logged)
         if monitor.elementwise and whole:
-            row = Row({name: rows[:, column] for name, column in names.items()})
-            return monitor.condition(row) if wanted else torch.zeros(len(stamps), dtype=torch.bool, device=rows.device)
-        looks_at = names.items() if monitor.metrics is None else [(m, names[m]) for m in monitor.metrics if m in names]
-        columns = [(name, column, rows[:, column].unbind()) for name, column in looks_at]
-        never, holds = torch.zeros((), dtype=torch.bool, device=rows.device), []
+            row = Row((name, columns[column]) for name, column in looks_at)
+            return (
+                monitor.condition(row) if row else torch.zeros(len(stamps), dtype=torch.bool, device=columns[0].device)
+            )
+        cells = [(name, column, columns[column].unbind()) for name, column in looks_at]
+        never, holds = torch.zeros((), dtype=torch.bool, device=columns[0].device), []
         for index, stamp in enumerate(stamps):
-            row = Row((n, cells[index]) for n, c, cells in columns if c >= len(layout.names) or stamp.fresh[c])
+            row = Row((n, values[index]) for n, c, values in cells if c >= len(layout.names) or stamp.fresh[c])
             holds.append(monitor.condition(row) if row else never)
         return torch.stack(holds)
 
     def _names(self, layout: RowLayout) -> dict[str, int]:
-        first = len(layout.names) + len(self._verdicts)
-        names = {name: first + index for index, name in enumerate(self._extras)}
-        if not self._values.has_norm:
-            del names["grad_norm"]
-        names.update((name, column) for column, name in enumerate(layout.names))
-        names.update((name, column) for column, name in enumerate(layout.metrics))
-        return names
+        """Return the column of each value by name; what was logged comes before what is our own."""
+        known = (layout, self._values.has_norm)
+        if self._named is None or self._named[0] != known:
+            first = len(layout.names) + len(self._verdicts)
+            names = {name: first + index for index, name in enumerate(self._extras)}
+            if not self._values.has_norm:
+                del names["grad_norm"]
+            names.update((name, column) for column, name in enumerate(layout.names))
+            names.update((name, column) for column, name in enumerate(layout.metrics))
+            self._named = known, names
+        return self._named[1]

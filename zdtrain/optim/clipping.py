@@ -25,6 +25,12 @@ def total_norm(grads: list[Tensor]) -> Tensor:
         >>> total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
         tensor(5.)
     """
+    if type(grads[0]) is Tensor and grads[0].is_cpu and max([grad.numel() for grad in grads]) <= SMALL:
+        together: Tensor = _flatten_dense_tensors(grads)  # a CPU norms one tensor after the other
+        norm: Tensor = torch.linalg.vector_norm(
+            together, dtype=torch.float32 if together.dtype in LOW_PRECISION else None
+        )
+        return norm
     norms: list[Tensor] = []
     for dtype in dict.fromkeys([grad.dtype for grad in grads]):
         accumulate = torch.float32 if dtype in LOW_PRECISION else dtype

@@ -5,7 +5,7 @@ import sys
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,7 +37,7 @@ from zdtrain.records.writer import OnError, RunWriter
 class RunRecorder(Logger):
     """Records a run into a folder of its own, ``root/YYYYMMDD/HHMMSS-name[-k]/``.
 
-    One row per step: `record_step` takes the values of every training step, `log_metrics` what Lightning and
+    One row per step: `record_steps` takes the values of every training step, `log_metrics` what Lightning and
     callbacks log besides (epoch means, validation metrics, learning rates), and both meet in the row of their step.
 
     Args:
@@ -108,11 +108,11 @@ class RunRecorder(Logger):
         if self._folder is None:
             self._folder = run_folder_of_checkpoint(checkpoint)
 
-    def record_step(self, record: StepRecord) -> None:
-        """Take the values of one finished training step; conversion and writing happen in chunks."""
+    def record_steps(self, records: Sequence[StepRecord]) -> None:
+        """Take the values of finished training steps, in order; conversion and writing happen in chunks."""
         writer = self._writer or self.experiment
-        writer.add(record)
-        self._lag_seconds = max(self._lag_seconds, time.time() - record.wall_time)
+        writer.add(*records)
+        self._lag_seconds = max(self._lag_seconds, time.time() - records[0].wall_time)
 
     @rank_zero_only
     def record_epoch_statistics(self, epoch: int, metric: str, values: Mapping[str, Any]) -> None:

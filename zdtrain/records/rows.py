@@ -1,10 +1,12 @@
 """From records to rows: values of one step that arrive in several pieces become one row, rows feed epoch statistics."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
+from zdtrain.records.encoding import dump_line
 from zdtrain.records.types import StepRecord
 
 _MAX_OPEN_ROWS = 1000
@@ -31,6 +33,32 @@ class Row:
         }
 
 
+def alike(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Yield successive rows that belong to one epoch and have values of the same names, so that they are one table."""
+    for _, group in groupby(rows, key=lambda row: (row.epoch, tuple(row.values))):
+        yield list(group)
+
+
+def encode_rows(rows: Sequence[Row]) -> list[str]:
+    """Return rows that are alike as lines of strict JSON without line ends, as `dump_line` encodes their `as_dict`."""
+    first = rows[0]
+    numbers = [number for row in rows for number in row.values.values()]
+    if first.epoch is None or set(map(type, numbers)) != {float} or not math.isfinite(sum(numbers)):
+        return [dump_line(row.as_dict()) for row in rows]
+    names = ", ".join([dump_line(name).replace("%", "%%") + ": %r" for name in first.values])
+    head = f'{{"step": %d, "epoch": {first.epoch}, "batch_idx": %s, "wall_time": %r, "values": {{{names}}}}}'
+    return [
+        head
+        % (
+            row.step,
+            "null" if row.batch_idx is None else row.batch_idx,
+            round(row.wall_time, 6),
+            *row.values.values(),
+        )
+        for row in rows
+    ]
+
+
 class RowMerger:
     """Merges step records and logger calls into one row per step.
 
@@ -45,17 +73,19 @@ class RowMerger:
 
     def add(self, record: StepRecord) -> list[Row]:
         """Merge `record`; return the rows that no later record of the same run is expected to touch."""
-        row = self._open.get(record.step)
+        step, epoch, wall_time, batch_idx, values = record
+        row = self._open.get(step)
         if row is None:
-            row = self._open[record.step] = Row(
-                step=record.step, epoch=None, batch_idx=None, wall_time=record.wall_time, values={}
+            row = self._open[step] = Row(
+                step=step, epoch=epoch, batch_idx=batch_idx, wall_time=wall_time, values=dict(values)
             )
-        row.values.update(record.values)
-        if record.epoch is not None:
-            row.epoch = self._epoch = record.epoch
-        if record.batch_idx is not None:
-            row.batch_idx, row.wall_time = record.batch_idx, record.wall_time
-            self._newest_training_step = record.step
+        else:
+            row.values.update(values)
+        if epoch is not None:
+            row.epoch = self._epoch = epoch
+        if batch_idx is not None:
+            row.batch_idx, row.wall_time = batch_idx, wall_time
+            self._newest_training_step = step
         sealed_below = self._newest_training_step
         if sealed_below is None or len(self._open) > _MAX_OPEN_ROWS:  # only logger calls: the newest one stays open
             sealed_below = record.step
@@ -105,6 +135,22 @@ class MetricStatistics:
         if value > self.maximum:
             self.maximum = value
 
+    def take(self, values: Sequence[float]) -> None:
+        """Take in several values, as `update` does one by one, up to rounding."""
+        total, n = sum(values), len(values)
+        if not math.isfinite(total):
+            for value in values:
+                self.update(value)
+            return
+        mean = total / n
+        deviations = [value - mean for value in values]
+        delta, count = mean - self.mean, self.count + n
+        self.m2 += sum([d * d for d in deviations]) + delta * delta * (self.count * n / count)
+        self.mean += delta * (n / count)
+        self.count = count
+        self.minimum, self.maximum = min(self.minimum, min(values)), max(self.maximum, max(values))
+        self.last = values[-1]
+
     def as_dict(self) -> dict[str, Any]:
         """Return mean, population variance, min, max, count, last and the number of non-finite values."""
         known = self.count > 0
@@ -131,16 +177,17 @@ class EpochStatistics:
     num_steps: int = 0
     metrics: dict[str, MetricStatistics] = field(default_factory=dict)
 
-    def update(self, row: Row) -> None:
-        """Take in a finished row of this epoch."""
-        self.first_step, self.last_step = min(self.first_step, row.step), max(self.last_step, row.step)
-        self.last_wall_time = max(self.last_wall_time, row.wall_time)
-        self.num_steps += row.batch_idx is not None
-        for name, value in row.values.items():
+    def update(self, rows: Sequence[Row]) -> None:
+        """Take in finished rows of this epoch, all with values of the same names."""
+        steps = [row.step for row in rows]
+        self.first_step, self.last_step = min(self.first_step, *steps), max(self.last_step, *steps)
+        self.last_wall_time = max(self.last_wall_time, *[row.wall_time for row in rows])
+        self.num_steps += sum([row.batch_idx is not None for row in rows])
+        for name, values in zip(rows[0].values, zip(*[row.values.values() for row in rows], strict=True), strict=True):
             statistics = self.metrics.get(name)
             if statistics is None:
                 statistics = self.metrics[name] = MetricStatistics()
-            statistics.update(value)
+            statistics.take(values)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the epoch as its JSON object."""
@@ -165,19 +212,20 @@ class EpochTable:
         """Keep statistics of an epoch that were computed on the device."""
         self._device.setdefault(epoch, {})[metric] = dict(values)
 
-    def update(self, row: Row) -> None:
-        """Take in a finished row; rows outside any epoch are counted to epoch 0."""
-        epoch = row.epoch or 0
+    def update(self, rows: Sequence[Row]) -> None:
+        """Take in finished rows of one epoch, all with values of the same names; those outside any count to epoch 0."""
+        first = rows[0]
+        epoch = first.epoch or 0
         entry = self._epochs.get(epoch)
         if entry is None:
             entry = self._epochs[epoch] = EpochStatistics(
                 epoch=epoch,
-                first_step=row.step,
-                last_step=row.step,
-                first_wall_time=row.wall_time,
-                last_wall_time=row.wall_time,
+                first_step=first.step,
+                last_step=first.step,
+                first_wall_time=first.wall_time,
+                last_wall_time=first.wall_time,
             )
-        entry.update(row)
+        entry.update(rows)
 
     def as_list(self) -> list[dict[str, Any]]:
         """Return the epochs in order as JSON objects."""

@@ -4,7 +4,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from zdtrain.records.encoding import decode_float, dump_document, dump_line
 from zdtrain.records.files import is_epoch_table, is_step_row, read_document, read_rows, read_whole_lines
 from zdtrain.records.folder import EPOCHS, EVENTS, METRICS, SUMMARY, SUPERSEDED
 from zdtrain.records.lock import FolderLock
-from zdtrain.records.rows import EpochTable, Row, RowMerger
+from zdtrain.records.rows import EpochTable, Row, RowMerger, alike, encode_rows
 from zdtrain.records.types import RecordError, RecordWarning, StepRecord
 
 OnError = Literal["warn", "raise"]
@@ -56,9 +56,9 @@ class RunWriter:
             read_rows(folder / METRICS, is_step_row)  # what is damaged is refused now, and not by the first row
             self._keep_device_statistics(read_document(folder / EPOCHS, is_epoch_table, missing=[]))
 
-    def add(self, record: StepRecord) -> None:
-        """Queue `record`; a full or old queue is converted and written."""
-        self._queue.append(record)
+    def add(self, *records: StepRecord) -> None:
+        """Queue `records`; a full or old queue is converted and written."""
+        self._queue += records
         if len(self._queue) >= self._chunk_rows or time.monotonic() - self._last_flush >= self._chunk_seconds:
             self.flush()
 
@@ -133,16 +133,20 @@ class RunWriter:
         if self._continues:
             self._continues = False
             self._guard(lambda: self._supersede_from(rows[0].step))
-        for row in rows:
-            self._count(row)
-            self._num_new_steps += row.batch_idx is not None
-        self._append(METRICS, [dump_line(row.as_dict()) for row in rows])
+        lines: list[str] = []
+        for some in alike(rows):
+            self._num_new_steps += self._count(some)
+            lines += encode_rows(some)
+        self._append(METRICS, lines)
 
-    def _count(self, row: Row) -> None:
-        self._epochs.update(row)
-        self._num_steps += row.batch_idx is not None
-        self._last_step = row.step
-        self._last_values.update(row.values)
+    def _count(self, rows: Sequence[Row]) -> int:
+        """Count rows that are alike; return how many of them are training steps."""
+        self._epochs.update(rows)
+        num_steps = sum([row.batch_idx is not None for row in rows])
+        self._num_steps += num_steps
+        self._last_step = rows[-1].step
+        self._last_values.update(rows[-1].values)
+        return num_steps
 
     def _keep_device_statistics(self, epochs: list[dict[str, Any]]) -> None:
         """Take over from an earlier run what its rows do not tell."""
@@ -160,7 +164,7 @@ class RunWriter:
                 continue
             kept.append(line)
             row["values"] = {name: decode_float(value) for name, value in row["values"].items()}
-            self._count(Row(**row))
+            self._count([Row(**row)])
         if superseded:
             self._append(SUPERSEDED, superseded)
         if self._num_steps and self._last_step is not None and self._last_step + 1 < step:  # lost in a kill
