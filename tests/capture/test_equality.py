@@ -63,6 +63,16 @@ class Checkpointed(nn.Module):
         return self.b(checkpoint(lambda z: self.a(z).tanh(), x, use_reentrant=False))
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.cells = kind(1, 6, batch_first=True, **options)
+        self.head = nn.LazyLinear(CLASSES)
+
+    def forward(self, x):
+        return self.head(self.cells(x.unsqueeze(-1))[0][:, -1])
+
+
 def tied():
     first = nn.Linear(FEATURES, FEATURES)
     return nn.Sequential(first, nn.Tanh(), first, nn.Linear(FEATURES, CLASSES))
@@ -86,6 +96,9 @@ MODULES = {
     "embedding": module_with(Embedding),
     "checkpointing": module_with(Checkpointed),
     "tied": module_with(tied),
+    "lstm": module_with(lambda: Recurrent(nn.LSTM, num_layers=2, dropout=0.2)),
+    "gru": module_with(lambda: Recurrent(nn.GRU, bidirectional=True)),
+    "rnn": module_with(lambda: Recurrent(nn.RNN)),
     "gradient-penalty": module_with(
         lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)), step=gradient_penalty
     ),

@@ -41,6 +41,7 @@ class Tape:
         self.written = frozenset(written)
         self.constants = _lift_constants(graph)  # parameters, buffers, optimizer state: by reference, not copies
         self._graph = graph
+        self._with_grad = torch.is_grad_enabled()  # some kernels ask: oneDNN's LSTM keeps what its backward needs
         self._replay: Callable[..., Outputs] = graph.forward
 
     def __len__(self) -> int:
@@ -49,7 +50,8 @@ class Tape:
 
     def run(self, inputs: Inputs) -> Outputs:
         """Run the operations on `inputs`, which must have the layout that was recorded."""
-        with torch.no_grad(), _default_dtype(self._default_dtype):
+        below_autograd = torch._C._AutoDispatchBelowAutograd()
+        with torch.set_grad_enabled(self._with_grad), below_autograd, _default_dtype(self._default_dtype):
             return self._replay(*self.arguments(inputs))
 
     def spare_kept(self) -> None:
@@ -97,7 +99,7 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Outp
         "cpp_wrapper": on_host,
     }  # a device graph leaves no launches for a wrapper to speed up
     shapes = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # without one Inductor's cache is passed by
-    with tracing(TracingContext(shapes)):
+    with tracing(TracingContext(shapes)), torch.no_grad():
         compiled: Any = torch._inductor.compile(graph, list(arguments), options=options)
     return compiled  # type: ignore[no-any-return]
 
