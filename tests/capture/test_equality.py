@@ -111,6 +111,8 @@ OPTIMIZERS = {
     "adam-fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+    "adam-foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
     "simple-adam": lambda p: SimpleAdam(p, lr=0.01, weight_decay=0.1),
     "simple-adam-clipped": lambda p: SimpleAdam(p, lr=0.01, max_norm=0.5, skip_nonfinite=True),
@@ -203,8 +205,53 @@ def test_bf16_autocast(tmp_path):
     assert run.report.steps_replayed > run.report.steps_eager
 
 
-def test_bf16_weights(tmp_path):
+@pytest.mark.parametrize(
+    "make",
+    [
+        OPTIMIZERS["adam"],
+        OPTIMIZERS["adamw"],
+        OPTIMIZERS["adamw-fused"],
+        lambda p: torch.optim.SGD(p, lr=0.1, fused=True),  # with momentum torch's kernel does not repeat itself
+    ],
+)
+def test_bf16_weights(tmp_path, make):
+    class Net(Classifier):
+        def configure_optimizers(self):
+            return make(self.parameters())
+
+    run = both(tmp_path, Net, precision="bf16-true", **LONG)
+    assert run.report.steps_replayed > run.report.steps_eager
+    assert run.report.programs[0].includes_optimizer
+    assert codes(run) == set()
+
+
+def test_bf16_weights_of_an_optimizer_that_rounds_in_two_ways_are_updated_behind_the_replay(tmp_path):
     run = both(tmp_path, Classifier, precision="bf16-true")
+    assert run.report.steps_replayed > run.report.steps_eager
+    (reason,) = run.report.fallbacks
+    assert reason.code == "optimizer-outside"
+    assert "adds multiples of bfloat16 tensors" in reason.message
+
+
+def test_matrices_are_updated_by_muon_and_the_rest_by_adamw(tmp_path):
+    class Net(Classifier):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+            self.log("loss", loss)
+
+        def configure_optimizers(self):
+            matrices = [p for p in self.parameters() if p.dim() == 2]
+            rest = [p for p in self.parameters() if p.dim() != 2]
+            return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+
+    run = both(tmp_path, Net, **LONG)
     assert run.report.steps_replayed > run.report.steps_eager
 
 
@@ -375,6 +422,8 @@ CHANGING = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1),
+    "adam-foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, weight_decay=0.1),
 }
 

@@ -50,7 +50,7 @@ def test_an_optimizer_that_cannot_be_recorded_keeps_the_step_eager(tmp_path):
     class Net(GAN):
         def configure_optimizers(self):
             parts = (self.generator, self.discriminator)
-            return [torch.optim.Adam(part.parameters(), lr=1e-3, foreach=True) for part in parts]
+            return [torch.optim.NAdam(part.parameters(), lr=1e-3, foreach=True) for part in parts]
 
     run = both(tmp_path, Net, loader=points)
     assert run.report.steps_replayed == 0

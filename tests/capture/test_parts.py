@@ -314,7 +314,7 @@ def test_verification_can_be_switched_off(tmp_path):
 def test_the_report_and_the_run_record_hold_programs_and_reasons(tmp_path, capsys):
     class Net(Classifier):
         def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1, foreach=True)
+            return torch.optim.NAdam(self.parameters(), lr=0.1, foreach=True)
 
     run = fit(tmp_path, Net, "graph", records=str(tmp_path / "runs"))
     table = run.report.table()

@@ -13,10 +13,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zdtrain.device import is_capturing
 from zdtrain.errors import FallbackReason
-from zdtrain.step.updates import RULES, Rule
+from zdtrain.step.rounded import rounded
+from zdtrain.step.rule import Rule
+from zdtrain.step.updates import RULES
 
 MAX_CALLS = 8  # of one optimizer's step in a training step, for which numbers have room
-DTYPES = (torch.float32, torch.float64)  # for which handed-over numbers round as Python's do
+NUMBERS = {  # by dtype of the parameters: what handed-over numbers have, so that they round as Python's do
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+HALF = (torch.bfloat16, torch.float16)
 
 
 class Handover:
@@ -78,7 +86,9 @@ class Handover:
             scalars = row.unbind()
             for name, value in () if self.apart else zip(rule.counts, scalars, strict=False):
                 state[name].copy_(value)
-            rule.update(param, param.grad, state, group, scalars[len(rule.counts) :])  # type: ignore[arg-type]
+            of_param = {name: rounded(value) for name, value in state.items() if name not in rule.counts}
+            assert param.grad is not None
+            rule.update(rounded(param), rounded(param.grad), of_param, group, scalars[len(rule.counts) :])
         if self.apart and not is_capturing():
             self.count()
 
@@ -109,11 +119,15 @@ class InsideByRule:
 
     def key(self) -> Hashable:
         """Return what a program holds by value, and where the state lies; numbers count by being zero or not."""
+        held = self._rule.held
         groups = [
-            (len(group["params"]), *[bool(v) for k, v in group.items() if k not in ("params", "param_names", "lr")])
+            (
+                len(group["params"]),
+                *[v if k in held else bool(v) for k, v in group.items() if k not in ("params", "param_names", "lr")],
+            )
             for group in self._optimizer.param_groups
         ]
-        return (tuple([tuple(group) for group in groups]), state_key(self._optimizer))
+        return (tuple(groups), state_key(self._optimizer))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -166,13 +180,15 @@ class InsideByRule:
                 if (index, layout) not in self._rooms:
                     after, numbers = self._rule.numbers(group, *[0.0] * len(self._rule.counts))
                     shape = (MAX_CALLS, len(params), len(after) + len(numbers))
-                    host = torch.empty(shape, dtype=params[0].dtype)
+                    host = torch.empty(shape, dtype=torch.float64 if self._rule.in_double else NUMBERS[params[0].dtype])
                     self._rooms[index, layout] = (host, on_device(host, params[0].device))
 
     def _obstacle(self) -> FallbackReason | None:
         name = type(self._optimizer).__name__
         if len(self._taken) == MAX_CALLS:
             return steps_outside(f"{name} steps over {MAX_CALLS} times in one training step")
+        if self.exact and (reason := rounds_apart(self._optimizer)):
+            return reason
         for group in self._optimizer.param_groups:
             needed = {*self._rule.counts, *self._rule.state(group)}
             for param in group["params"]:
@@ -253,6 +269,23 @@ def by_layout(params: Iterable[Tensor]) -> dict[Hashable, list[Tensor]]:
     for param in params:
         found.setdefault((param.dtype, param.device), []).append(param)
     return found
+
+
+def rounds_apart(optimizer: Optimizer) -> FallbackReason | None:
+    """Return why an update by rule would not compute the bits of torch's own on a CPU; None where it does."""
+    rule, name = RULES[type(optimizer)], type(optimizer).__name__
+    for group in optimizer.param_groups:
+        half = [str(p.dtype).removeprefix("torch.") for p in group["params"] if p.dtype in HALF]
+        if group.get("foreach") and (half or not rule.foreach_alike):
+            of_half = f" {half[0]} tensors" if half and rule.foreach_alike else ""
+            return steps_outside(f"{name} has foreach=True, which rounds{of_half} in another order")
+        if half and (rule.in_double or rule.adds_multiples(group)):
+            what = f"{name} adds multiples of {half[0]} tensors, which torch rounds in another way at their ends"
+            fused = "fused" in group and not group.get(
+                "momentum"
+            )  # with one, torch 2.13's kernel does not repeat itself
+            return steps_outside(f"{what}; fused=True does not" if fused else what)
+    return None
 
 
 def steps_outside(message: str) -> FallbackReason:

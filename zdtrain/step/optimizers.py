@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import ASGD, LBFGS, SGD, Adafactor, Adam, AdamW, Muon, Optimizer, SparseAdam
+from torch.optim import ASGD, LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree as pytree
 
@@ -15,7 +15,7 @@ from zdtrain.errors import FallbackReason
 from zdtrain.optim import SimpleAdam
 from zdtrain.optim.groups import hyperparameter_tensors
 from zdtrain.source.location import frame_kind
-from zdtrain.step.handed import DTYPES, InsideByRule, state_key, steps_outside
+from zdtrain.step.handed import NUMBERS, InsideByRule, rounds_apart, state_key, steps_outside
 from zdtrain.step.key import frozen
 from zdtrain.step.updates import RULES
 
@@ -24,8 +24,6 @@ FUSED = (Adam, AdamW, SGD)  # whose fused kernel takes it
 OUTSIDE = {  # by kind: why no program can hold it
     LBFGS: "evaluates the loss as often as its values ask for",
     SparseAdam: "updates as many rows as the batch has",
-    Adafactor: "reads the norms of the parameters on the host",
-    Muon: "computes in bfloat16, where a program rounds differently",
 }
 
 
@@ -183,13 +181,15 @@ def inside(optimizer: Optimizer, *, lowered: bool) -> Inside | FallbackReason:
 def _by_rule(optimizer: Optimizer, *, on_host: bool, lowered: bool) -> Inside | FallbackReason:
     kind, groups = type(optimizer), optimizer.param_groups
     dtypes = {param.dtype for group in groups for param in group["params"]}
-    if not dtypes <= set(DTYPES):
-        other = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes - set(DTYPES))
+    if not dtypes <= set(NUMBERS):
+        other = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes - set(NUMBERS))
         return steps_outside(f"{kind.__name__} updates {' and '.join(other)} parameters, in Python numbers")
     if any(group.get("differentiable") for group in groups):
         return steps_outside(f"{kind.__name__} has differentiable=True")
-    if on_host and not lowered and any(group.get("foreach") or group.get("fused") for group in groups):
-        return steps_outside(f"{kind.__name__} has foreach=True or fused=True, which rounds in another order")
+    if on_host and not lowered and any(group.get("fused") for group in groups):
+        return steps_outside(f"{kind.__name__} has fused=True, which rounds in another order")
+    if on_host and not lowered and (reason := rounds_apart(optimizer)):
+        return reason
     if kind is ASGD and not on_host:
         return steps_outside("ASGD counts on the device")
     return InsideByRule(optimizer, exact=on_host and not lowered)

@@ -5,35 +5,31 @@ Each is torch's own single-tensor update with its Python numbers handed over: ``
 a count or a learning rate in Python is computed here in Python too, before the update, by the `Rule.numbers`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
-Group = Mapping[str, Any]
-State = Mapping[str, Tensor]
-Numbers = Sequence[float]
-Scalars = Sequence[Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """How one kind of optimizer updates a parameter."""
-
-    numbers: Callable[..., tuple[Numbers, Numbers]]
-    """The host's share: from the group and the values of `counts` before the update, their values after it and the
-    numbers that the update takes."""
-    update: Callable[[Tensor, Tensor, State, Group, Scalars], None]
-    """Write a parameter and its state in place; gets the parameter, its gradient, its state, the group for its flags
-    and the numbers as 0-D tensors."""
-    counts: tuple[str, ...] = ("step",)
-    """0-D state that the host counts in, in the order in which `numbers` takes it."""
-    state: Callable[[Group], tuple[str, ...]]
-    """Names of the tensors that have to be there."""
+from zdtrain.step.normed import adafactor, adafactor_numbers, muon, muon_numbers
+from zdtrain.step.rounded import scaled
+from zdtrain.step.rule import Group, Numbers, Rule, Scalars, State, adds_decay
 
 
 def _ascent(grad: Tensor, group: Group) -> Tensor:
@@ -61,7 +57,7 @@ def _sgd(param: Tensor, grad: Tensor, state: State, group: Group, scalars: Scala
 
 def _moments_(grad: Tensor, state: State, fresh1: Tensor, beta2: Tensor, fresh2: Tensor) -> None:
     state["exp_avg"].lerp_(grad, fresh1)
-    state["exp_avg_sq"].mul_(beta2).addcmul_(grad * fresh2, grad)
+    state["exp_avg_sq"].mul_(beta2).addcmul_(scaled(grad, fresh2), grad)
 
 
 def _decay(group: Group) -> float:
@@ -94,7 +90,7 @@ def _adam(param: Tensor, grad: Tensor, state: State, group: Group, scalars: Scal
     square = state["exp_avg_sq"]
     if group["amsgrad"]:
         square = state["max_exp_avg_sq"].copy_(torch.maximum(state["max_exp_avg_sq"], square))
-    param.addcdiv_(state["exp_avg"] * rate, (square.sqrt() / correction).add_(eps))
+    param.addcdiv_(scaled(state["exp_avg"], rate), (square.sqrt() / correction).add_(eps))
 
 
 def _nadam_numbers(group: Group, step: float, product: float) -> tuple[Numbers, Numbers]:
@@ -115,8 +111,8 @@ def _nadam(param: Tensor, grad: Tensor, state: State, group: Group, scalars: Sca
     grad = _decay_(param, _ascent(grad, group), decay, group)
     _moments_(grad, state, fresh1, beta2, fresh2)
     denominator = state["exp_avg_sq"].div(correction).sqrt().add_(eps)
-    param.addcdiv_(grad * of_grad, denominator)
-    param.addcdiv_(state["exp_avg"] * of_average, denominator)
+    param.addcdiv_(scaled(grad, of_grad), denominator)
+    param.addcdiv_(scaled(state["exp_avg"], of_average), denominator)
 
 
 def _radam_numbers(group: Group, step: float) -> tuple[Numbers, Numbers]:
@@ -153,7 +149,7 @@ def _adamax(param: Tensor, grad: Tensor, state: State, group: Group, scalars: Sc
     grad = _decayed(_ascent(grad, group), param, decay, group)
     state["exp_avg"].lerp_(grad, fresh1)
     state["exp_inf"].copy_(torch.maximum(state["exp_inf"] * beta2, grad.abs().add_(eps)))
-    param.addcdiv_(state["exp_avg"] * rate, state["exp_inf"])
+    param.addcdiv_(scaled(state["exp_avg"], rate), state["exp_inf"])
 
 
 def _adadelta_numbers(group: Group, step: float) -> tuple[Numbers, Numbers]:
@@ -163,10 +159,10 @@ def _adadelta_numbers(group: Group, step: float) -> tuple[Numbers, Numbers]:
 def _adadelta(param: Tensor, grad: Tensor, state: State, group: Group, scalars: Scalars) -> None:
     rate, decay, kept, fresh, eps = scalars
     grad = _decayed(_ascent(grad, group), param, decay, group)
-    state["square_avg"].mul_(kept).addcmul_(grad * fresh, grad)
+    state["square_avg"].mul_(kept).addcmul_(scaled(grad, fresh), grad)
     spread = state["square_avg"].add(eps).sqrt_()
     delta = state["acc_delta"].add(eps).sqrt_().div_(spread).mul_(grad)
-    state["acc_delta"].mul_(kept).addcmul_(delta * fresh, delta)
+    state["acc_delta"].mul_(kept).addcmul_(scaled(delta, fresh), delta)
     param.addcmul_(delta, rate)
 
 
@@ -180,7 +176,7 @@ def _adagrad(param: Tensor, grad: Tensor, state: State, group: Group, scalars: S
     rate, decay, eps = scalars
     grad = _decayed(_ascent(grad, group), param, decay, group)
     state["sum"].addcmul_(grad, grad)
-    param.addcdiv_(grad * rate, state["sum"].sqrt().add_(eps))
+    param.addcdiv_(scaled(grad, rate), state["sum"].sqrt().add_(eps))
 
 
 def _rmsprop_numbers(group: Group, step: float) -> tuple[Numbers, Numbers]:
@@ -192,7 +188,7 @@ def _rmsprop(param: Tensor, grad: Tensor, state: State, group: Group, scalars: S
     rate, decay, kept, fresh, momentum, eps = scalars
     grad = _decayed(_ascent(grad, group), param, decay, group)
     square = state["square_avg"]
-    square.mul_(kept).addcmul_(grad * fresh, grad)
+    square.mul_(kept).addcmul_(scaled(grad, fresh), grad)
     if group["centered"]:
         mean = state["grad_avg"].lerp_(grad, fresh)
         spread = square.addcmul(mean, mean, value=-1).sqrt_().add_(eps)
@@ -203,7 +199,7 @@ def _rmsprop(param: Tensor, grad: Tensor, state: State, group: Group, scalars: S
         buffer.mul_(momentum).addcdiv_(grad, spread)
         param.addcmul_(buffer, rate)
     else:
-        param.addcdiv_(grad * rate, spread)
+        param.addcdiv_(scaled(grad, rate), spread)
 
 
 def _rprop_numbers(group: Group, step: float) -> tuple[Numbers, Numbers]:
@@ -242,22 +238,62 @@ def _names(*always: str, **where: str) -> Callable[[Group], tuple[str, ...]]:
     return lambda group: (*always, *(name for option, name in where.items() if group[option]))
 
 
+def _always(group: Group) -> bool:  # noqa: ARG001
+    return True
+
+
 RULES: dict[type[Optimizer], Rule] = {
-    SGD: Rule(numbers=_sgd_numbers, update=_sgd, counts=(), state=_names(momentum="momentum_buffer")),
+    SGD: Rule(
+        numbers=_sgd_numbers,
+        update=_sgd,
+        counts=(),
+        state=_names(momentum="momentum_buffer"),
+        adds_multiples=_always,
+    ),
     Adam: Rule(numbers=_adam_numbers, update=_adam, state=_names("exp_avg", "exp_avg_sq", amsgrad="max_exp_avg_sq")),
     NAdam: Rule(
-        numbers=_nadam_numbers, update=_nadam, counts=("step", "mu_product"), state=_names("exp_avg", "exp_avg_sq")
+        numbers=_nadam_numbers,
+        update=_nadam,
+        counts=("step", "mu_product"),
+        state=_names("exp_avg", "exp_avg_sq"),
+        foreach_alike=False,
     ),
-    RAdam: Rule(numbers=_radam_numbers, update=_radam, state=_names("exp_avg", "exp_avg_sq")),
+    RAdam: Rule(numbers=_radam_numbers, update=_radam, state=_names("exp_avg", "exp_avg_sq"), foreach_alike=False),
     Adamax: Rule(numbers=_adamax_numbers, update=_adamax, state=_names("exp_avg", "exp_inf")),
-    Adadelta: Rule(numbers=_adadelta_numbers, update=_adadelta, state=_names("square_avg", "acc_delta")),
+    Adadelta: Rule(
+        numbers=_adadelta_numbers, update=_adadelta, state=_names("square_avg", "acc_delta"), adds_multiples=_always
+    ),
+    Adafactor: Rule(
+        numbers=adafactor_numbers,
+        update=adafactor,
+        state=_names(),  # depends on the number of dimensions, and is made together with the count
+        held=("eps", "d"),
+        in_double=True,
+        foreach_alike=False,
+    ),
     Adagrad: Rule(numbers=_adagrad_numbers, update=_adagrad, state=_names("sum")),
+    Muon: Rule(
+        numbers=muon_numbers,
+        update=muon,
+        counts=(),
+        state=_names("momentum_buffer"),
+        held=("ns_coefficients", "ns_steps", "eps", "adjust_lr_fn"),
+        in_double=True,
+    ),
     RMSprop: Rule(
         numbers=_rmsprop_numbers,
         update=_rmsprop,
         state=_names("square_avg", momentum="momentum_buffer", centered="grad_avg"),
+        adds_multiples=lambda group: group["momentum"] > 0 or adds_decay(group),
     ),
     Rprop: Rule(numbers=_rprop_numbers, update=_rprop, state=_names("prev", "step_size")),
-    ASGD: Rule(numbers=_asgd_numbers, update=_asgd, counts=("step", "eta", "mu"), state=_names("ax")),
+    ASGD: Rule(
+        numbers=_asgd_numbers,
+        update=_asgd,
+        counts=("step", "eta", "mu"),
+        state=_names("ax"),
+        adds_multiples=_always,
+        foreach_alike=False,
+    ),
 }
 RULES[AdamW] = RULES[Adam]
