@@ -1,6 +1,7 @@
 """What a step reads past its module, and what changes long after the step was recorded: trained right all the same."""
 
 import cProfile
+import gc
 import pstats
 import random
 import sys
@@ -11,8 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.capture.runs import both, codes, fit
+from tests.capture.runs import Classifier, batches, both, codes, fit
 from tests.capture.test_traps import Deterministic
 
 COUNTS = {"n": 0}
@@ -278,3 +280,27 @@ def test_a_python_profiler_goes_on_while_steps_are_watched(tmp_path):
     assert sys.getprofile() is None
     calls = [stat[1] for (_, _, name), stat in pstats.Stats(profiler).stats.items() if name == "advance"]
     assert max(calls) == run.report.steps_replayed + run.report.steps_eager  # seen behind the watched steps, too
+
+
+def test_variables_of_an_earlier_module_with_the_same_code_may_go(tmp_path):
+    def made(weight):
+        class Net(Classifier):
+            def training_step(self, batch, batch_idx):
+                return weight * super().training_step(batch, batch_idx)
+
+        return Net
+
+    held = [made(2.0)]
+
+    class Forgets(TensorDataset):
+        def __getitem__(self, index):
+            if index == 50:  # in the seventh step, of twelve
+                held.clear()
+                gc.collect()
+            return super().__getitem__(index)
+
+    loader = lambda: DataLoader(Forgets(*batches().dataset.tensors), batch_size=8)  # noqa: E731
+    run = fit(tmp_path, made(0.5), "graph", max_epochs=1, loader=loader)
+    assert not held
+    assert codes(run) == set()
+    assert [program.captures for program in run.report.programs] == [1]

@@ -211,12 +211,12 @@ class Reach:
         for function in gc.get_referrers(code):
             if not isinstance(function, FunctionType) or function.__code__ is not code:
                 continue
-            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            for name in code.co_freevars:
                 self._met.add(function)
                 if name in outer and function in self._lasting:
                     label = f"the variable {name!r} of a function around the step"
                     line = uses.names.get(name, code.co_firstlineno)
-                    self._add(id(cell), label, frame, line, _cell_reader(function, name))
+                    self._add((weakref.ref(function), name), label, frame, line, _cell_reader(function, name))
 
     def _take_class_attributes(self, frame: FrameType, uses: Uses) -> None:
         """Take in what a method reads of its class and not of the instance."""
@@ -284,10 +284,14 @@ def _is_local(frame: FrameType, name: str) -> bool:
 
 def _cell_reader(function: FunctionType, name: str) -> Callable[[], Hashable]:
     function_of, index = weakref.ref(function), function.__code__.co_freevars.index(name)
+    last: Hashable = _GONE
 
     def read() -> Hashable:
+        nonlocal last
         alive = function_of()
-        return _GONE if alive is None else _value(content((alive.__closure__ or ())[index]))
+        if alive is not None:
+            last = _value(content((alive.__closure__ or ())[index]))
+        return last  # of a function that is gone and was another one with the same code: it changes nothing any more
 
     return read
 
