@@ -174,8 +174,7 @@ def test_a_step_that_optimizes_by_hand_is_captured_with_its_scaler(tmp_path):
             parts = (self.generator, self.discriminator)
             return [torch.optim.Adam(part.parameters(), lr=1e-3, fused=True) for part in parts]
 
-    eager, captured = both_half(tmp_path, Net, loader=points)  # the eager run is on Lightning's own loop
-    assert codes(eager) == {"manual-optimization"}
+    _, captured = both_half(tmp_path, Net, loader=points)
     assert captured.report.steps_replayed > 35
     assert captured.report.fallbacks == ()
     assert "optimizer_step" not in vars(captured.trainer.precision_plugin)

@@ -13,16 +13,16 @@ from tests.parity.harness import QUIET, Net
 from zdtrain import Trainer
 
 
-class Manual(Net):
+class NoOptimizer(Net):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
-        optimizer.step()
+
+    def configure_optimizers(self):
+        return []
 
 
 class Iterates(Net):
@@ -85,7 +85,7 @@ def nothing(trainer):
 
 CASES = [
     ("profiler", "SimpleProfiler", Net, nothing, {"profiler": "simple"}),
-    ("manual-optimization", "automatic_optimization=False", Manual, nothing, {}),
+    ("manual-optimization", "(automatic_optimization=False) and has no optimizer", NoOptimizer, nothing, {}),
     ("dataloader-iter", "training_step takes", Iterates, nothing, {}),
     ("strategy", "strategy OwnStrategy", Net, own_strategy, {}),
     ("strategy", "SingleDeviceStrategy.backward is replaced", Net, patched_strategy, {}),

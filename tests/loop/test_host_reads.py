@@ -60,7 +60,21 @@ class Net(pl.LightningModule):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 50), "interval": "step"}]
 
 
-def reads_of(trainer_class, steps, folder, **options):
+class ByHand(Net):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.lr_schedulers().step()
+
+
+def reads_of(trainer_class, steps, folder, module=Net, **options):
     data = DataLoader(TensorDataset(torch.randn(steps, 4)), batch_size=1)
     trainer = trainer_class(
         accelerator="cpu",
@@ -78,7 +92,7 @@ def reads_of(trainer_class, steps, folder, **options):
         **options,
     )
     with HostReads() as reads:
-        trainer.fit(Net(), data, DataLoader(TensorDataset(torch.randn(4, 4)), batch_size=2))
+        trainer.fit(module(), data, DataLoader(TensorDataset(torch.randn(4, 4)), batch_size=2))
     assert trainer.global_step == steps // options.get("accumulate_grad_batches", 1)
     return reads.count
 
@@ -94,6 +108,11 @@ def test_a_fit_reads_as_often_for_400_steps_as_for_200(tmp_path, capsys, options
     ]
     assert counts[0] == counts[1]
     assert 0 < counts[0] < 200  # what is read at the end of the epoch
+
+
+def test_a_fit_that_optimizes_by_hand_reads_as_often_for_400_steps_as_for_200(tmp_path, capsys):
+    counts = [reads_of(zdtrain.Trainer, steps, tmp_path / str(steps), ByHand) for steps in (200, 400)]
+    assert counts[0] == counts[1]
 
 
 def test_the_count_sees_what_stock_lightning_reads(tmp_path, capsys):

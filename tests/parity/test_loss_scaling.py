@@ -167,6 +167,27 @@ def test_accumulation(tmp_path, window, name):
     )
 
 
+class ByHand(Scaled):
+    """Optimizes by hand; its losses overflow as those of `Scaled` do."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer, loss = self.optimizers(), super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw-fused"])
+def test_optimizing_by_hand(tmp_path, name):
+    make = OPTIMIZERS[name]
+    assert_parity(tmp_path, type("Model", (ByHand,), {"make_optimizer": staticmethod(make)}), do=use(half))
+
+
 def test_schedulers_go_on_in_steps_that_are_skipped(tmp_path):
     class Scheduled(Scaled):
         def configure_optimizers(self):

@@ -1,6 +1,5 @@
 """Weights, optimizer state and counters equal stock Lightning's."""
 
-import os
 from collections import OrderedDict
 from types import MappingProxyType
 
@@ -174,22 +173,34 @@ def test_an_overridden_optimizer_step_runs_on_lightnings_own_loop(tmp_path):
     assert_parity(tmp_path, OwnStep, fallbacks=("module-hook",))
 
 
-def test_manual_optimization_runs_on_lightnings_own_loop_unless_it_is_captured(tmp_path):
-    class Manual(Net):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
+class ByHand(Net):
+    """Steps its optimizer itself, every other batch, and returns what hooks are to see."""
 
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
-            loss = self.loss(batch)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
             optimizer.step()
-            self.log("loss", loss, prog_bar=True)
+            optimizer.zero_grad()
+        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        return {"loss": loss, "extra": loss.detach() + 1}
 
-    captured = os.environ.get("ZDTRAIN_CAPTURE") in ("graph", "compile")
-    assert_parity(tmp_path, Manual, fallbacks=() if captured else ("manual-optimization",), spy=True)
+    def on_train_epoch_end(self):
+        self.lr_schedulers().step()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+def test_manual_optimization(tmp_path):
+    assert_parity(tmp_path, ByHand, spy=True)
 
 
 class NoneSometimes(Net):

@@ -17,7 +17,7 @@ from zdtrain.step.captured import CapturedStep
 from zdtrain.step.eager import EagerStep
 from zdtrain.step.evaluation import CapturedEvaluation, EvaluationStep
 from zdtrain.step.hooks import Hooks, overrides
-from zdtrain.step.manual import CapturedManualStep
+from zdtrain.step.manual import CapturedManualStep, ManualStep
 from zdtrain.step.optimization import WindowedOptimization
 from zdtrain.step.scaling import scaler_reason
 from zdtrain.step.several import SeveralSteps
@@ -77,7 +77,8 @@ class StepPlan:
         self.feed = Feed(trainer, fetcher, copies)
         captures = trainer.fit_loop.epoch_loop.captures
         if captures is None:
-            self.step = EagerStep(trainer, self.hooks)
+            by_hand = not trainer.lightning_module.automatic_optimization
+            self.step = (ManualStep if by_hand else EagerStep)(trainer, self.hooks)
         elif trainer.lightning_module.automatic_optimization:
             self.step = CapturedStep(trainer, self.hooks, captures)
         else:
@@ -130,11 +131,11 @@ def reasons_for_stock(trainer: Trainer, fetcher: _DataFetcher) -> Iterator[Fallb
     optimization = trainer.fit_loop.epoch_loop.automatic_optimization
     yield from _common_reasons(trainer, fetcher, "training_step", _STRATEGY)
     loop = trainer.fit_loop.epoch_loop
-    by_hand = not module.automatic_optimization
-    if by_hand and (not strategy._optimizers or loop.captures is None or loop.guard is not None):
-        remedy = '; capture="graph" records such steps whole' if loop.captures is None and loop.guard is None else ""
+    if not module.automatic_optimization and (not strategy._optimizers or loop.guard is not None):
+        why = "and has no optimizer" if not strategy._optimizers else "where no update can be held back or averaged"
         yield FallbackReason(
-            code="manual-optimization", message=f"the module optimizes by hand (automatic_optimization=False){remedy}"
+            code="manual-optimization",
+            message=f"the module optimizes by hand (automatic_optimization=False) {why}",
         )
     if reason := scaler_reason(precision, strategy.root_device):
         yield reason

@@ -1,4 +1,4 @@
-"""A training step that optimizes by hand, captured as one program."""
+"""A training step that optimizes by hand: run eagerly, or captured as one program."""
 
 from collections import OrderedDict
 from contextlib import nullcontext
@@ -9,11 +9,48 @@ from torch.optim import Optimizer
 
 from zdtrain.errors import FallbackReason
 from zdtrain.step.captured import CapturedStep
+from zdtrain.step.eager import EagerStep
 from zdtrain.step.hooks import Hooks
 from zdtrain.step.session import CaptureSession
 
 
-class CapturedManualStep(CapturedStep):
+class ManualStep(EagerStep):
+    """Runs a ``training_step`` that calls backward and its optimizers itself.
+
+    Args:
+        trainer: The Trainer, with its module attached.
+        hooks: The overridden step hooks.
+    """
+
+    def __init__(self, trainer: Trainer, hooks: Hooks) -> None:
+        self._manual = trainer.fit_loop.epoch_loop.manual_optimization
+        super().__init__(trainer, hooks)
+
+    def _use(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._zeroes_its_own_way = optimizer, True
+
+    def _run(self, accumulate: bool) -> None:  # noqa: ARG002 - accumulation, too, is the module's own affair
+        self._by_hand()
+
+    def _by_hand(self) -> None:
+        if self._log is not None:
+            self._attributes["log"] = self._log
+        try:
+            arguments: Any = OrderedDict(batch=self._batch)
+            if self._takes_batch_idx:
+                arguments["batch_idx"] = self._batch_idx
+            with nullcontext() if self._scaling is None else self._scaling.by_hand():
+                self._output = self._manual.run(arguments)
+        finally:
+            self._attributes.pop("log", None)
+        self._ran = True
+
+    def _outputs(self) -> dict[str, Any]:
+        output, self._output, self._batch = self._output, None, None
+        return {} if "on_train_batch_end" in self._hooks.nobody else output
+
+
+class CapturedManualStep(ManualStep, CapturedStep):
     """Records all that `training_step` does: backward passes, and the steps of its optimizers.
 
     Every optimizer has to be part of the program, because the module's Python that calls it is not run again.
@@ -29,10 +66,10 @@ class CapturedManualStep(CapturedStep):
 
     def __init__(self, trainer: Trainer, hooks: Hooks, session: CaptureSession) -> None:
         self._manual = trainer.fit_loop.epoch_loop.manual_optimization
-        super().__init__(trainer, hooks, session)
+        CapturedStep.__init__(self, trainer, hooks, session)
 
     def _use(self, optimizer: Optimizer) -> None:
-        self._optimizer, self._zeroes_its_own_way = optimizer, True
+        super()._use(optimizer)
         optimizers = list(self._strategy._optimizers)
         self._surround(optimizers, self._manual.optim_step_progress)
         found = [self._part_of(one) for one in optimizers]
@@ -49,23 +86,9 @@ class CapturedManualStep(CapturedStep):
         known = super()._knows_updates()
         return known and len(self._inside) == len(self._surroundings.optimizers)
 
-    def _run(self, accumulate: bool) -> None:  # noqa: ARG002 - accumulation, too, is the module's own affair
+    def _run(self, accumulate: bool) -> None:  # noqa: ARG002 - see `ManualStep._run`
         self._through(self._by_hand, self._inside)
 
     def _by_hand(self) -> None:
         with self._noted():
-            if self._log is not None:
-                self._attributes["log"] = self._log
-            try:
-                arguments: Any = OrderedDict(batch=self._batch)
-                if self._takes_batch_idx:
-                    arguments["batch_idx"] = self._batch_idx
-                with nullcontext() if self._scaling is None else self._scaling.by_hand():
-                    self._output = self._manual.run(arguments)
-            finally:
-                self._attributes.pop("log", None)
-        self._ran = True
-
-    def _outputs(self) -> dict[str, Any]:
-        output, self._output, self._batch = self._output, None, None
-        return {} if "on_train_batch_end" in self._hooks.nobody else output
+            super()._by_hand()
