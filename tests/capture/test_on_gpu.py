@@ -4,6 +4,7 @@ docs/capture.md maps pitfalls to tests; what needs no device is tested on the ho
 """
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import threading
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from zdtrain.device import runtime_for
 from zdtrain.monitors import NonFinite, Threshold
 from zdtrain.optim import SimpleAdam
+from zdtrain.step.graph import rehearse
 from zdtrain.step.verify import first_mismatch
 
 from .runs import CLASSES, FEATURES, QUIET, Classifier, Metered, assert_equal, assert_same, batches, both, codes, fit
@@ -78,6 +81,81 @@ def replayed(run, at_least=20):
     assert run.report.steps_replayed > at_least, run.report.table()
     assert not {"untraceable", "verification"} & codes(run), run.report.table()
     return run
+
+
+# The default
+
+
+def test_by_default_steps_are_captured_and_leave_the_bits_of_an_eager_run(tmp_path):
+    class Validates(Adam):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.loss(batch))
+
+        def val_dataloader(self):
+            return batches(6)
+
+    run = replayed(both(tmp_path, Validates, "auto", **ON_GPU))
+    assert run.report.capture == "graph"
+    assert run.report.evaluation_replayed > 0
+    assert not codes(run)
+
+
+def test_by_default_a_step_that_cannot_be_captured_runs_eagerly_and_is_named(tmp_path):
+    class Reads(Adam):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if loss.item() > 100:
+                raise RuntimeError("diverged")
+            return loss
+
+    run = both(tmp_path, Reads, "auto", **ON_GPU)
+    assert run.report.steps_replayed == 0
+    assert codes(run) == {"host-read"}
+
+
+def test_the_device_can_do_all_that_captured_steps_ask_of_it():
+    runtime = runtime_for(torch.device(DEVICE))
+    state = runtime.rng_state()
+    rehearse(runtime)
+    assert_equal(list(runtime.rng_state()), list(state), "generators")
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    runtime.release_pool()
+
+
+def test_a_run_out_of_memory_tells_what_captured_steps_hold(tmp_path):
+    class Net(Adam):
+        def on_train_epoch_end(self):
+            torch.empty(1 << 50, dtype=torch.uint8, device=self.device)
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit(tmp_path, Net, "auto", **ON_GPU)
+    assert "captured steps hold" in caught.value.__notes__[0]
+
+
+def test_a_step_that_needs_more_than_half_of_the_memory_is_trained_without_a_graph(tmp_path):
+    torch.cuda.empty_cache()
+    size = int(0.6 * torch.cuda.mem_get_info()[0])
+
+    class Large(Adam):
+        def loss(self, batch):
+            return super().loss(batch) + torch.zeros(size, dtype=torch.uint8, device=self.device)[0]
+
+    run = both(tmp_path, Large, "auto", **ON_GPU, max_epochs=2)
+    assert codes(run) == {"out-of-memory"}
+    assert run.report.steps_replayed == 0
+
+
+def test_asynchronous_checkpoints_hold_the_weights_of_their_step(tmp_path):
+    saved = []
+    for capture in ("off", "auto"):
+        folder = tmp_path / capture
+        checkpoints = pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=17, save_top_k=-1)
+        options = {"callbacks": lambda kept=checkpoints: [kept], "plugins": AsyncCheckpointIO()}
+        run = fit(tmp_path, Adam, capture, **ON_GPU, enable_checkpointing=True, **options)
+        saved.append([torch.load(path, weights_only=False)["state_dict"] for path in sorted(folder.glob("*.ckpt"))])
+    replayed(run)
+    assert len(saved[0]) == 2
+    assert_equal(saved[0], saved[1], "weights")
 
 
 # Parity
@@ -375,6 +453,21 @@ def test_what_a_callback_keeps_is_not_overwritten_by_the_next_launch(tmp_path):
     assert torch.equal(*losses)
 
 
+def test_gradients_that_a_callback_keeps_are_not_overwritten_by_the_next_launch(tmp_path):
+    class Keeps(pl.Callback):
+        def __init__(self):
+            self.kept = []
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.kept.append([parameter.grad for parameter in module.parameters()])
+
+    keepers = {capture: Keeps() for capture in ("off", "graph")}
+    for capture, kept in keepers.items():
+        run = fit(tmp_path, Adam, capture, **ON_GPU, callbacks=lambda kept=kept: [kept])
+    replayed(run)
+    assert_equal(keepers["off"].kept, keepers["graph"].kept, "gradients")
+
+
 class MeteredAdam(Metered, Adam):
     """Metrics of the one, the optimizer of the other."""
 
@@ -490,7 +583,11 @@ def trained(tmp_path, kind, devices):
     script, out = tmp_path / "program.py", tmp_path / f"{kind}.pt"
     script.write_text(PROGRAM)
     command = [sys.executable, str(script), kind, str(devices), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }  # nothing is installed
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return torch.load(out), done.stdout
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ class Graph:
     under_way = False
 
     @contextlib.contextmanager
-    def capture(self, graph, capture_error_mode):
+    def capture(self):
         Graph.under_way = True
         try:
             yield
@@ -77,8 +78,7 @@ def stand_in(monkeypatch):
         "graph": Graph,
     }
     exec(compile(DRIVER, "<driver>", "exec"), names)
-    monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
-    monkeypatch.setattr("torch.cuda.graph", Graph().capture)
+    monkeypatch.setattr(hardware, "runtime_for", lambda device: SimpleNamespace(graph=Graph))
     monkeypatch.setattr(hardware, "_register_once", lambda: None)
     with ShadowDevice(), names["Waiting"]():
         yield

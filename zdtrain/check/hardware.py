@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zdtrain.check.driver import leaving_no_trace, make_trainer, split_callbacks
 from zdtrain.check.findings import Finding, make_finding
 from zdtrain.check.report import CheckReport
+from zdtrain.device import runtime_for
 from zdtrain.quiet import quiet
 from zdtrain.source.location import Location, locate
 
@@ -215,14 +216,11 @@ def try_capture(module: LightningModule, batch: Any) -> str | None:
         loss: Any = result["loss"] if isinstance(result, dict) else result
         torch.autograd.backward(loss, inputs=parameters)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    graph = runtime_for(torch.device("cuda")).graph()  # which puts right what a refused capture leaves behind
     try:
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        for _ in range(3):
+            step()
+        with graph.capture():
             step()
     except RuntimeError as error:
         return str(error).splitlines()[0]

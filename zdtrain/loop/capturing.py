@@ -76,7 +76,7 @@ class CanCapture:
         if trainer.predicting:
             yield
             return
-        capture = self._capture_in_effect()
+        capture = self.capture_in_effect
         self._captures = self._evaluations = None
         if capture == "off":
             if not self.options.verify_capture:
@@ -109,7 +109,9 @@ class CanCapture:
             shared.release()  # teardown moves what the programs write to
             self._publish(self.capture_report)
 
-    def _capture_in_effect(self) -> Capture:
+    @property
+    def capture_in_effect(self) -> Capture:
+        """How the steps of this run are captured: ``"off"``, ``"graph"`` or ``"compile"``."""
         trainer: Any = self
         on_one_device = type(trainer.strategy) is SingleDeviceStrategy and trainer.world_size == 1
         return self.options.capture_in_effect(device_graphs=on_one_device and self.drain.runtime.has_graphs)

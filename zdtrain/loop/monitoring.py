@@ -84,7 +84,7 @@ class Monitoring:
             statistics=statistics,
             average=average,
             norm=anything or "grad_norm" in wanted,
-            visible=drain.runtime.is_immediate and trainer._capture_in_effect() == "off",  # type: ignore[attr-defined]
+            visible=drain.runtime.is_immediate and trainer.capture_in_effect == "off",  # type: ignore[attr-defined]
         )
         self.rows: StepRows | None = None
         self.listener: RowListener | None = None
