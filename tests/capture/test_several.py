@@ -70,8 +70,39 @@ class ScheduledFused(Fused):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class Clipped(Simple):
-    pass
+class Momentum(Classifier):
+    """Takes numbers from the host that change with the epoch only."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+class Adaptive(Classifier):
+    """Takes numbers that the host computes from the count of updates."""
+
+    def configure_optimizers(self):
+        return torch.optim.NAdam(self.parameters(), lr=0.01)
+
+
+class Cycling(Classifier):
+    """Changes learning rate and betas in every step, of two groups."""
+
+    def configure_optimizers(self):
+        first, last = self.net[0].parameters(), self.net[3].parameters()
+        optimizer = torch.optim.AdamW([{"params": first}, {"params": last, "weight_decay": 0.1}], lr=0.01)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=80)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Factored(Classifier):
+    def configure_optimizers(self):
+        return torch.optim.Adafactor(self.parameters(), lr=0.05)
+
+
+class Outside(Classifier):
+    def configure_optimizers(self):
+        return torch.optim.NAdam(self.parameters(), lr=0.01, foreach=True)
 
 
 def several(tmp_path, make, k=4, capture="graph", **options):
@@ -93,7 +124,9 @@ def reasons(outcome):
     return [str(reason) for reason in outcome.report.fallbacks if reason.code == "steps-per-replay"]
 
 
-@pytest.mark.parametrize("make", [Fused, Simple, Metrics, Scheduled, ScheduledFused])
+@pytest.mark.parametrize(
+    "make", [Fused, Simple, Metrics, Scheduled, ScheduledFused, Momentum, Adaptive, Cycling, Factored]
+)
 @pytest.mark.parametrize("k", [2, 4, 5])
 def test_blocks_train_log_and_count_like_single_steps(tmp_path, make, k):
     many = several(tmp_path, make, k, loader=lambda: batches(16, rest=3))
@@ -204,7 +237,8 @@ class Tells(Simple):
     [
         (Simple, {"callbacks": lambda: [Freezes()]}, "Freezes.on_train_batch_start may read or change"),
         (Tells, {}, "Tells.on_train_batch_end may read or change"),
-        (Classifier, {}, "SGD takes numbers that the host computes for every step"),
+        (Adaptive, {"nonfinite": "skip"}, "NAdam takes numbers that follow its updates, which monitors may hold back"),
+        (Outside, {}, "the optimizer steps outside the program"),
         (Validated, {"val_check_interval": "0:0:10:0", "max_epochs": 1}, "validation is due by the clock"),
         (Simple, {"profiler": "simple"}, "steps run on stock Lightning's loop"),
     ],
@@ -321,7 +355,7 @@ def test_a_stop_in_the_middle_of_a_replayed_block_takes_the_run_back_to_it(tmp_p
     assert block_of(many).replays > 8
 
 
-@pytest.mark.parametrize("make", [Simple, Metrics, Scheduled])
+@pytest.mark.parametrize("make", [Simple, Metrics, Scheduled, Momentum, Cycling])
 def test_in_a_device_graph_a_block_is_one_launch(tmp_path, make, monkeypatch):
     graphs = []
 

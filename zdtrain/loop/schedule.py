@@ -1,4 +1,4 @@
-"""Learning-rate schedulers on the host, stepped ahead for a block of steps that run as one."""
+"""What the host computes for each step of a block, ahead of all of them: schedules, numbers of updates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from zdtrain.loop.rates import SCHEDULED, copied
-from zdtrain.step.program import Part
+from zdtrain.step.program import Moved, Part, RecordedPart
 
 
 class ScheduleAhead:
@@ -17,22 +17,32 @@ class ScheduleAhead:
     Args:
         trainer: The Trainer.
         configs: The schedulers that follow steps.
-        parts: The optimizers in the program.
+        parts: The optimizers.
+        recorded: Their share in the program.
         batch_idx: The block's first batch.
         count: Batches in the block.
     """
 
-    def __init__(self, trainer: Any, configs: Sequence[Any], parts: Sequence[Part], batch_idx: int, count: int) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        configs: Sequence[Any],
+        parts: Sequence[Part],
+        recorded: Sequence[RecordedPart],
+        batch_idx: int,
+        count: int,
+    ) -> None:
         self._groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self._progress = trainer.fit_loop.epoch_loop.scheduler_progress
         self._moves: list[int] = []
         window, keys = trainer.accumulate_grad_batches, [[part.key() for part in parts]]
         self.rates: list[list[Tensor]] = []
         self._options = [self._read()]
+        moved: Moved = {}
         for after in range(batch_idx + 1, batch_idx + count + 1):
-            for part in parts:
-                part.recorded().refill()
-            self.rates.append([rate.clone() for part in parts for rate in part.rates() or ()])
+            for part in recorded if after % window == 0 else ():
+                part.refill(moved)
+            self.rates.append([rate.clone() for part in recorded for rate in part.rates()])
             due = [config for config in configs if after % window == 0 and after % config.frequency == 0]
             for config in due:
                 config.scheduler.step()

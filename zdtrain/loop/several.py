@@ -1,6 +1,6 @@
 """When several training steps may run as one: what keeps them apart, and how far it is to whoever has to look."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -26,6 +26,7 @@ from zdtrain.source.location import NOWHERE
 from zdtrain.step.captured import CapturedStep
 from zdtrain.step.hooks import callback_hook, overrides
 from zdtrain.step.obstacles import HOOKS_OUTSIDE
+from zdtrain.step.program import RecordedPart
 from zdtrain.step.watch import reason_at
 
 OPTION = "steps_per_replay"
@@ -63,9 +64,10 @@ def reasons_against_several(trainer: Any, fetcher: _DataFetcher, step: Any) -> I
         yield _reason(f"{count} batches are no multiple of the {window} of an accumulation window")
     if not step._inside:
         yield _reason("the optimizer steps outside the program (see optimizer-outside)")
-    elif any(part.rates() is None for part in step._inside):
+    elif step._guard is not None and step._guard.holds and any(part.counts_on_host for part in step._inside):
         name = type(trainer.optimizers[0]).__name__
-        yield _reason(f"{name} takes numbers that the host computes for every step; SimpleAdam and fused=True do not")
+        what = f"{name} takes numbers that follow its updates, which monitors may hold back"
+        yield _reason(f"{what}; SimpleAdam and fused=True do not")
     if step._scaling is not None:
         yield _reason("16-mixed precision scales the loss anew in every step")
     if step._zeroes_its_own_way:
@@ -195,9 +197,10 @@ class StepsAhead:
         if self._trainer.counters_on_device and index + 1 < self._trainer.options.steps_per_replay:
             self._trainer.scalars["global_step"].add_(1)
 
-    def ahead(self, batch_idx: int) -> ScheduleAhead | None:
-        """Step the schedulers that follow steps ahead; None where there is none."""
-        if not self._schedulers:
+    def ahead(self, batch_idx: int, parts: Sequence[RecordedPart]) -> ScheduleAhead | None:
+        """Step the schedulers that follow steps ahead, and compute the numbers of updates; None without either."""
+        inside = self._step._inside
+        if not self._schedulers and not any(part.counts_on_host for part in inside):
             return None
         count = self._trainer.options.steps_per_replay
-        return ScheduleAhead(self._trainer, self._schedulers, self._step._inside, batch_idx, count)
+        return ScheduleAhead(self._trainer, self._schedulers, inside, parts, batch_idx, count)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zdtrain.device import is_capturing
 from zdtrain.errors import FallbackReason
+from zdtrain.step.program import Moved
 from zdtrain.step.rounded import rounded
 from zdtrain.step.rule import Rule
 from zdtrain.step.updates import RULES
@@ -49,11 +50,11 @@ class Handover:
         # 0-D views of memory: reading one takes a tenth of what `Tensor.item` does
         self._counts = [[memoryview(state[name].numpy()) for name in rule.counts] for state in self._states]
         self._kept = [list(state.values()) for state in self._states]  # so that nothing else gets their identity
-        self._staged, self._handed = (side[: len(params)] for side in room)
+        self._staged, self.numbers = (side[: len(params)] for side in room)
         self._host = self._staged.numpy()
         self.apart = room[0] is not room[1]
 
-    def fill(self, moved: dict[int, Sequence[float]] | None = None) -> None:
+    def fill(self, moved: Moved | None = None) -> None:
         """Compute the numbers of the next update and bring them to the device.
 
         Args:
@@ -71,7 +72,7 @@ class Handover:
             if moved is not None:
                 moved[id(self._params[row])] = self._host[row, : len(counts)].tolist()
         if self.apart and not is_capturing():
-            self._handed.copy_(self._staged, non_blocking=True)  # from pageable memory: copied away when this returns
+            self.numbers.copy_(self._staged, non_blocking=True)  # from pageable memory: copied away when this returns
 
     def count(self) -> None:
         """Do what the update does to counts that are not where the parameters are."""
@@ -82,7 +83,7 @@ class Handover:
     def update(self) -> None:
         """Update the parameters and their state, with tensor operations only."""
         rule, group = self._rule, self._optimizer.param_groups[self._index]
-        for param, state, row in zip(self._params, self._states, self._handed.unbind(), strict=True):
+        for param, state, row in zip(self._params, self._states, self.numbers.unbind(), strict=True):
             scalars = row.unbind()
             for name, value in () if self.apart else zip(rule.counts, scalars, strict=False):
                 state[name].copy_(value)
@@ -146,8 +147,10 @@ class InsideByRule:
             else:
                 attributes["step"] = patched
 
-    def rates(self) -> None:
-        """Return None: every update takes numbers that the host computes before it."""
+    @property
+    def counts_on_host(self) -> bool:
+        """Whether numbers depend on how many updates there were."""
+        return bool(self._rule.counts)
 
     def recorded(self) -> "RecordedUpdates":
         """Return what replays of the step that was recorded last need."""
@@ -242,11 +245,16 @@ class RecordedUpdates:
         self._several = len(calls) > 1
         self._apart = [handover for handover in handovers if handover.apart]
 
-    def refill(self) -> None:
-        """Hand over the numbers of the next update."""
-        moved: dict[int, Sequence[float]] | None = {} if self._several else None
+    def refill(self, moved: Moved | None = None) -> None:
+        """Hand over the numbers of the next updates."""
+        if moved is None and self._several:
+            moved = {}
         for handover in self._handovers:
             handover.fill(moved)
+
+    def rates(self) -> list[Tensor]:
+        """Return the tensors that hold the numbers."""
+        return [handover.numbers for handover in self._handovers]
 
     def ran(self) -> None:
         """Count updates where the host does."""

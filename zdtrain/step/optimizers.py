@@ -17,6 +17,7 @@ from zdtrain.optim.groups import hyperparameter_tensors
 from zdtrain.source.location import frame_kind
 from zdtrain.step.handed import NUMBERS, InsideByRule, rounds_apart, state_key, steps_outside
 from zdtrain.step.key import frozen
+from zdtrain.step.program import Moved
 from zdtrain.step.updates import RULES
 
 NOT_BAKED = ("params", "lr", "initial_lr", "param_names")  # lr is handed over as a tensor
@@ -36,6 +37,7 @@ class InsideSimpleAdam:
     """
 
     exact = True
+    counts_on_host = False
     refusal: FallbackReason | None = None
 
     def __init__(self, optimizer: SimpleAdam, *, lowered: bool) -> None:
@@ -64,7 +66,7 @@ class InsideSimpleAdam:
         """Return what replays need."""
         return self
 
-    def refill(self) -> None:
+    def refill(self, moved: Moved | None = None) -> None:
         """Do nothing: writing ``group["lr"]`` fills the tensor."""
 
     def ran(self) -> None:
@@ -91,6 +93,7 @@ class InsideWithRate:
         exact: The parameters are on a CPU.
     """
 
+    counts_on_host = False
     refusal: FallbackReason | None = None
 
     def __init__(self, optimizer: Optimizer, *, exact: bool) -> None:
@@ -135,7 +138,7 @@ class InsideWithRate:
         """Return the tensors, 0-D, that a schedule changes and the program reads."""
         return list(self._rates)
 
-    def refill(self) -> None:
+    def refill(self, moved: Moved | None = None) -> None:  # noqa: ARG002
         """Bring the learning rates that schedulers wrote into the tensors."""
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
             rate.fill_(group["lr"])

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from zdtrain.errors import FallbackReason
 
+Moved = dict[int, Sequence[float]]
+"""Values of what the host counts, by id of the parameter that it belongs to."""
+
 
 class Program(Protocol):
     """A captured function of tensors that also writes to tensors in place."""
@@ -39,8 +42,15 @@ class Program(Protocol):
 class RecordedPart(Protocol):
     """The host's share in replays of one program."""
 
-    def refill(self) -> None:
-        """Bring what the host changes into tensors, before a run."""
+    def refill(self, moved: Moved | None = None) -> None:
+        """Bring what the host changes into tensors, before a run.
+
+        Args:
+            moved: Where other updates come before that run: counts after those, by id of the parameter; added to.
+        """
+
+    def rates(self) -> list[Tensor]:
+        """Return the tensors that `refill` fills and a program reads."""
 
     def ran(self) -> None:
         """Do, after a run, what the program could not because it is on the host."""
@@ -57,6 +67,10 @@ class Part(Protocol):
     refusal: FallbackReason | None
     """Why it could not take part in the step that was watched last."""
 
+    @property
+    def counts_on_host(self) -> bool:
+        """Whether the host computes numbers for each update from how many there were."""
+
     def key(self) -> Hashable:
         """Return what a program would hold by value."""
 
@@ -65,9 +79,6 @@ class Part(Protocol):
 
     def recorded(self) -> RecordedPart:
         """Return the host's share in replays of what was recorded last."""
-
-    def rates(self) -> list[Tensor] | None:
-        """Return the tensors, 0-D, that a schedule changes; None where every step takes numbers of its own."""
 
 
 Value = TypeVar("Value")

@@ -111,7 +111,7 @@ class Recording:
     ) -> None:
         self.program = program
         self.exact = all(part.exact for part in covers)
-        self._parts = [part.recorded() for part in covers]
+        self.parts = [part.recorded() for part in covers]
         self.n_leaves = n_leaves
         self.carried = taken.carried
         self.parameters = taken.surroundings.parameters
@@ -130,20 +130,24 @@ class Recording:
         return self._taken.carried.fits() and layout_of([inputs[index] for index in self._checked]) == self._layout
 
     def prepare(self) -> None:
-        """Do what comes before a run of the program: spare what is kept, reset what is logged, hand over numbers."""
+        """Do what comes before a run of the program."""
+        self.open()
+        for part in self.parts:
+            part.refill()
+
+    def open(self) -> None:
+        """Spare what is kept, and reset what is logged."""
         self.program.spare_kept()
         around = self._taken.surroundings
         if self._taken.slots or self._taken.metrics:  # what the first self.log of a step does
             if around.connector.should_reset_tensors(around.hook):
                 around.results.reset(metrics=False, fx=around.hook)
             around.connector._current_fx = around.hook
-        for part in self._parts:
-            part.refill()
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Any]:
         """Run the program; return its outputs."""
         outputs = self.program.run(inputs)
-        for part in self._parts:
+        for part in self.parts:
             part.ran()
         return outputs
 
@@ -205,7 +209,7 @@ class Recording:
             note_metric(metric)
         for progress, name, times in taken.moves:
             progress[name] += times
-        for part in self._parts:
+        for part in self.parts:
             part.count()
 
     def split(self, outputs: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any], Sequence[Any]]:
