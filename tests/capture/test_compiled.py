@@ -88,3 +88,29 @@ def test_a_step_that_cannot_be_lowered_runs_eagerly(tmp_path, monkeypatch, verif
     assert "no such kernel" in reason.message
     assert first_mismatch(eager.weights, lowered.weights, exact=False) is None
     assert lowered.report.steps_replayed == 1  # that which was recorded while it ran
+
+
+class Tiny(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(FEATURES, CLASSES)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+@pytest.mark.slow
+def test_blocks_of_lowered_steps_train_as_eager_steps_within_tolerance(tmp_path):
+    eager = fit(tmp_path, Tiny, "off")
+    lowered = fit(tmp_path, Tiny, "compile", steps_per_replay=4)
+    one, block = lowered.report.programs
+    assert (one.capture, one.verification) == ("compile", "within tolerance")
+    assert block.key == f"4 steps of {one.key}"
+    assert block.verification == "within tolerance"
+    assert (block.captures, block.replays % 4) == (1, 0)
+    assert block.replays > 16
+    assert codes(lowered) == set()
+    assert first_mismatch(eager.weights, lowered.weights, exact=False) is None
+    assert first_mismatch(eager.metrics, lowered.metrics, exact=False) is None
+    for state in (eager.optimizers[0]["state"], lowered.optimizers[0]["state"]):
+        assert all(of_parameter["step"] == 48 for of_parameter in state.values())
