@@ -61,8 +61,7 @@ def test_without_faults_steps_are_captured_and_the_calls_are_those_that_can_fail
     assert set(faults.counts) == set(DOOR)
 
 
-@pytest.mark.parametrize("last", [1, None], ids=["once", "always"])
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(("error", "last"), [("refused", 1), ("memory", 1), ("missing", None)])
 @pytest.mark.parametrize("call", DOOR)
 def test_a_call_that_fails_from_the_start_leaves_the_run_eager(train, stock, call, error, last):
     faults = Faults(call, new(error), last=last)
@@ -75,9 +74,8 @@ def test_a_call_that_fails_from_the_start_leaves_the_run_eager(train, stock, cal
         assert run.report.steps_replayed == 0
 
 
-@pytest.mark.parametrize("last", ["once", "on"])
-@pytest.mark.parametrize("error", ["refused", "memory"])
-@pytest.mark.parametrize("number", [2, 3, 4, 5])
+@pytest.mark.parametrize(("error", "last"), [("refused", "once"), ("refused", "on"), ("memory", "on")])
+@pytest.mark.parametrize("number", [2, 3, 5])
 @pytest.mark.parametrize("call", ["rng_state", "graph", "begin", "end", "memory"])
 def test_a_call_that_fails_later_on_leaves_its_step_eager(train, stock, call, number, error, last):
     faults = Faults(call, new(error), first=number, last=number if last == "once" else None)
@@ -152,7 +150,7 @@ def test_a_program_that_leaves_too_little_memory_for_eager_steps_is_given_up(tmp
     assert (run.report.steps_replayed, run.report.evaluation_replayed) == (0, 0)
     (reason,) = run.report.fallbacks
     assert reason.code == "out-of-memory"
-    assert "leaves 100 B on the device" in reason.message
+    assert "leave 100 B on the device" in reason.message
     assert run.report.programs[0].captures == 1
 
 

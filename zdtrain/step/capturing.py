@@ -109,20 +109,19 @@ class Capturing(Guarded):
             return
         start = perf_counter()
         try:
-            recording = self._recorded(entry, region, covers)
-            reason = self._lack_of_room(recording.program)
+            entry.recording = self._recorded(entry, region, covers)
+            reason = session.shared.lack_of_room()
         except Exception as error:  # whatever the tracer cannot do; an error of the step itself comes again below
-            reason = failure("recording the step failed", error)
+            reason, entry.recording = failure("recording the step failed", error), None
             entry.failures += 1
         else:
-            entry.recording, entry.verified_in = recording, None
-            entry.operations, entry.includes_optimizer = len(recording.program), bool(covers)
+            entry.verified_in = None
+            entry.operations, entry.includes_optimizer = len(entry.recording.program), bool(covers)
             entry.captures += 1
             entry.capture_seconds += perf_counter() - start
-            if not isinstance(recording.program, GraphProgram):
+            if not isinstance(entry.recording.program, GraphProgram):
                 session.steps_replayed += 1
                 return
-            del recording  # what is given up is to be free
         before.take_back()  # what lies on the host is not captured but done
         self._batch = batch
         if reason is not None and (entry.recording or not session.device_graphs or entry.failures == MAX_FAILURES):
@@ -195,7 +194,7 @@ class Capturing(Guarded):
             return
         before.take_back()
         self._session.fail(entry, reason)
-        self._eagerly(region)
+        self._eagerly_with_room(region, before)
 
     def _misfit(self, entry: Entry, region: Region) -> None:
         """Run a step eagerly whose program can't take what is there now; record again if that goes on."""
@@ -220,7 +219,7 @@ class Capturing(Guarded):
             if entry.verifications == 0:  # lowering is done at the first run
                 entry.capture_seconds += perf_counter() - start
                 start = perf_counter()
-                reason = self._lack_of_room(recording.program)
+                reason = session.shared.lack_of_room()
             tensors = self._surroundings.tensors(self._tensor_leaves)
             got = Saved({**tensors, **recording.named(outputs)}, session.runtime)
             del recording, outputs  # what is given up is to be free
@@ -230,7 +229,7 @@ class Capturing(Guarded):
         if got is None or reason is not None:
             assert reason is not None
             session.fail(entry, reason)
-            self._eagerly(region)
+            self._eagerly_with_room(region, before)
             return
         looks = self._looks()
         states = looks.states()

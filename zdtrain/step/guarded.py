@@ -5,9 +5,7 @@ from typing import Any
 
 import torch
 
-from zdtrain.errors import FallbackReason
 from zdtrain.step.key import python_state
-from zdtrain.step.program import Program
 from zdtrain.step.rollback import Rollback
 from zdtrain.step.session import Entry
 from zdtrain.step.shared import failure
@@ -63,7 +61,7 @@ class Guarded(Watching):
         if not ran:
             before.take_back()
             self._batch, session.steps_eager = batch, counted
-            self._eagerly(region)
+            self._eagerly_with_room(region, before)
 
     def _host_state(self) -> Any:
         return python_state(self._module), self._looks().states()
@@ -96,6 +94,3 @@ class Guarded(Watching):
         self._session.shared.give_up(reason)
         self._session.steps_eager -= 1
         self._eagerly(region)
-
-    def _lack_of_room(self, program: Program) -> FallbackReason | None:
-        return self._session.shared.lack_of_room(program.memory_bytes) if self._session.device_graphs else None

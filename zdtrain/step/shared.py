@@ -69,18 +69,18 @@ class SharedCaptures:
         """Return the device memory that programs keep."""
         return sum(session.memory_bytes() for session in self.sessions)
 
-    def lack_of_room(self, program_bytes: int | None) -> FallbackReason | None:
-        """Return why a program that was just captured leaves too little memory; None where it does not.
+    def lack_of_room(self) -> FallbackReason | None:
+        """Return why programs leave too little memory, one having been captured just now; None where they do not.
 
-        Eager steps, which the comparisons and other kinds of batches go on to need, cannot use a graph's memory and
+        Eager steps, which the comparisons and other kinds of batches go on to need, cannot use the memory of graphs and
         take about as much again.
         """
-        stats = None if program_bytes is None else self.runtime.memory()
-        if program_bytes is None or stats is None or stats.free_bytes >= program_bytes:
+        stats, held = self.runtime.memory(), self.memory_bytes()
+        if stats is None or stats.free_bytes >= held:
             return None
         what = (
-            f"a captured step keeps {readable(program_bytes)} and leaves {readable(stats.free_bytes)} on the device, "
-            "too little to run the same step eagerly as well"
+            f"captured steps keep {readable(held)} and leave {readable(stats.free_bytes)} on the device, too little to "
+            "run such steps eagerly as well"
         )
         return FallbackReason(code=OUT_OF_MEMORY, message=what)
 
