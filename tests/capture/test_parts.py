@@ -6,6 +6,7 @@ import logging
 import pickle
 import sys
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -358,3 +359,44 @@ def test_lbfgs_steps_eagerly_around_a_replayed_closure(tmp_path):
     eager, captured = (fit(tmp_path, Net, capture) for capture in ("off", "graph"))
     assert captured.report.steps_replayed > captured.report.steps_eager
     assert all(torch.equal(eager.weights[name], captured.weights[name]) for name in eager.weights)
+
+
+class Freezes(pl.Callback):
+    def on_train_epoch_start(self, trainer, module):
+        module.net[0].requires_grad_(trainer.current_epoch % 2 == 0)
+
+
+class Weighted(Classifier):
+    weight = 1.0
+
+    def loss(self, batch):
+        return super().loss(batch) * self.weight
+
+    def on_train_epoch_start(self):
+        self.weight = 1.0 + self.current_epoch % 2
+
+
+class ReadsEpoch(Classifier):
+    def loss(self, batch):
+        return super().loss(batch) * (1 + self.current_epoch)
+
+
+class Decays(Classifier):
+    def on_train_epoch_start(self):
+        self.trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.1 * (self.current_epoch % 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "says"),
+    [
+        (Classifier, {"callbacks": lambda: [Freezes()]}, ["state of the module no. 2 (what is trained)"]),
+        (Weighted, {}, ["state of the module no. 2 (the attribute 'weight')"]),
+        (ReadsEpoch, {}, ["epoch 0", "epoch 1", "epoch 2", "epoch 3"]),
+        (Decays, {}, ["state of the optimizer no. 2"]),
+    ],
+)
+def test_programs_for_batches_of_one_shape_are_told_apart_in_words(tmp_path, make, options, says):
+    programs = fit(tmp_path, make, "graph", **options).report.programs
+    keys = [program.key for program in programs]
+    assert len(set(keys)) == len(keys) > 1
+    assert all(any(key.endswith(one) for key in keys) for one in says), keys

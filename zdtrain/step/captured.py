@@ -122,15 +122,17 @@ class CapturedStep(Capturing, EagerStep):
         return self._look_up(
             batch,
             lambda: place_in_window(first, accumulate, divisor),
-            PlaceKey(
-                (first, accumulate, divisor, place),
-                tuple([p.grad is None for p in parameters]) if window > 1 or self._zeroes_its_own_way else None,
-                None if accumulate else tuple([part.key() for part in self._inside]),
-            ),
-            tuple([id(optimizer) for optimizer in self._surroundings.optimizers]),
-            None if self._scaling is None else self._scaling.key(),
-            self._trainer.gradient_clip_val,
-            self._trainer.gradient_clip_algorithm,
+            {
+                "place": PlaceKey(
+                    (first, accumulate, divisor, place),
+                    tuple([p.grad is None for p in parameters]) if window > 1 or self._zeroes_its_own_way else None,
+                    None if accumulate else tuple([part.key() for part in self._inside]),
+                ),
+                "optimizers": tuple([id(optimizer) for optimizer in self._surroundings.optimizers]),
+                "loss scaling": None if self._scaling is None else self._scaling.key(),
+                "gradient_clip_val": self._trainer.gradient_clip_val,
+                "gradient_clip_algorithm": self._trainer.gradient_clip_algorithm,
+            },
         )
 
     def _knows_updates(self) -> bool:

@@ -1,6 +1,6 @@
 """The life of a step's programs: warm up on real batches, watch, record, verify, replay."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -12,6 +12,7 @@ from zdtrain.step.graph import GraphProgram, LoweredGraphProgram, capture_graph
 from zdtrain.step.guarded import Guarded
 from zdtrain.step.host import change_reasons
 from zdtrain.step.key import describe, flatten_batch, signature, torch_modes, unflatten_batch
+from zdtrain.step.naming import MODULE
 from zdtrain.step.program import Part, Program
 from zdtrain.step.recording import Recorder, Recording
 from zdtrain.step.rollback import Rollback
@@ -33,13 +34,13 @@ class Capturing(Guarded):
         """Return how many of the gradients, from the first on, the step drops without reading them."""
         return 0
 
-    def _look_up(self, batch: Any, name: Callable[[], str], *more: Hashable) -> Entry | None:
+    def _look_up(self, batch: Any, name: Callable[[], str], more: Mapping[str, Hashable]) -> Entry | None:
         """Return what is known of steps like this one; None, with a reason noted, where none can be captured.
 
         Args:
             batch: The batch.
             name: Says in words what else tells steps apart.
-            more: What else does.
+            more: What else does, by what it stands for.
         """
         number = self._fingerprints.current()
         for reason in self._fingerprints.obstacles:
@@ -61,9 +62,10 @@ class Capturing(Guarded):
             layout,
             self._trainer.current_epoch if self._session.epoch_in_key else None,
             torch_modes(),
-            *more,
+            *more.values(),
         )
-        return self._session.entry(self._key, lambda: describe(leaves, name()))
+        words = (MODULE, "structure of the batch", "layout of the batch", "epoch", "modes of torch", *more)
+        return self._session.entry(self._key, lambda: describe(leaves, name()), words)
 
     def _let_go(self) -> None:
         """Forget the step that ended."""

@@ -148,7 +148,9 @@ class CapturedEvaluation(Capturing, EvaluationStep):
     def _entry_of(self) -> Entry | None:
         loader = self._dataloader_idx
         return self._look_up(
-            self._batch, lambda: "" if loader is None else f"data loader {loader}", loader, self._grad_mode
+            self._batch,
+            lambda: "" if loader is None else f"data loader {loader}",
+            {"data loader": loader, "grad mode": self._grad_mode},
         )
 
     def _evaluation_step(self) -> Any:

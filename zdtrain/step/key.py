@@ -205,6 +205,18 @@ def fingerprint(root: nn.Module, only: Collection[tuple[str, str]] | None = None
     return (tuple(python_state(root, only).items()), trained, kinds, shapes, layouts)
 
 
+def changed_part(before: Any, after: Any) -> str:
+    """Return in words what is different between two fingerprints; empty where it is nothing that has a name."""
+    old, new = dict(before[0]), dict(after[0])
+    for (path, name), value in new.items():
+        if old.get((path, name), value) != value:
+            return f"the attribute {f'{path}.{name}' if path else name!r}"
+    parts = zip(
+        ("what is trained", "modes or hooks of modules", "buffers", "attributes"), before[1:], after[1:], strict=True
+    )
+    return next((what for what, part, other in parts if part != other), "")
+
+
 def torch_modes() -> tuple[Hashable, ...]:
     """Return what torch's operations depend on besides their arguments."""
     kinds = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]

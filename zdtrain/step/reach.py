@@ -105,6 +105,11 @@ class Reach:
                 what = f"{root.label} is changed between steps; make it a tensor that is filled in place"
                 yield reason_at(root.place, "python-state", what)
 
+    def differing(self, before: Sequence[Hashable], after: Sequence[Hashable]) -> Iterator[str]:
+        """Yield the names of values that are different."""
+        roots = zip(self._roots.values(), before, after, strict=False)
+        yield from (root.label for root, old, new in roots if old != new)
+
     @contextmanager
     def looking(self, watch: Watch) -> Iterator[None]:
         """Learn what the body reads, and tell the watch what it changes or what cannot be served."""

@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 from zdtrain.config import Capture
 from zdtrain.errors import FallbackReason
 from zdtrain.step.carried import Carried
+from zdtrain.step.key import changed_part
+from zdtrain.step.naming import Parts, parts_of, told_apart
 from zdtrain.step.observe import Observation
 from zdtrain.step.optimizers import Inside, inside, way_of
 from zdtrain.step.program import LeastRecentlyUsed
@@ -31,6 +33,9 @@ class Entry:
 
     name: str
     """The key in words."""
+    key: tuple[Hashable, ...] = ()
+    words: tuple[str, ...] = ()
+    """What the parts of the key stand for."""
     warm: bool = False
     """Whether such a step ran, so that what is made lazily exists."""
     observations: list[Observation] = field(default_factory=list)
@@ -132,15 +137,16 @@ class CaptureSession:
         self._inside: dict[int, tuple[Optimizer, Hashable, Inside | FallbackReason]] = {}  # by id of the optimizer
         self.fallbacks: dict[FallbackReason, None] = {}
         self._tell = tell
-        self._reports: list[ProgramReport] = []
+        self._reports: list[tuple[ProgramReport, Parts]] = []
         self._entries: LeastRecentlyUsed[Entry] = LeastRecentlyUsed(cap=MAX_PROGRAMS, evicted=self._keep_report)
         shared.sessions.append(self)
 
-    def entry(self, key: Hashable, name: Callable[[], str]) -> Entry:
-        """Return what is known of steps with `key`."""
+    def entry(self, key: tuple[Hashable, ...], name: Callable[[], str], words: Sequence[str] = ()) -> Entry:
+        """Return what is known of steps with `key`, whose parts stand for `words`."""
         entry = self._entries.get(key)
         if entry is None:
-            entry = Entry(name=name(), verification="not yet" if self.verify else "off")
+            verification = "not yet" if self.verify else "off"
+            entry = Entry(name=name(), key=key, words=tuple(words), verification=verification)
             self._entries.add(key, entry)
             self._n_entries += 1
             if self._n_entries > 4 * self._entries.cap and self.steps_replayed < self.steps_eager:
@@ -159,10 +165,11 @@ class CaptureSession:
         """Return what is known of steps with `key`, if anything."""
         return self._entries.entries.get(key)
 
-    def move(self, old: Hashable, new: Hashable) -> None:
+    def move(self, old: Hashable, new: tuple[Hashable, ...]) -> None:
         """Keep the steps of one key under another, because more is known of what belongs in it."""
         entries = self._entries.entries
         entries[new] = entries.pop(old)
+        entries[new].key = new
 
     def number_of(self, fingerprint: Hashable) -> int:
         """Return a number that stands for `fingerprint`, and for no other one."""
@@ -173,6 +180,14 @@ class CaptureSession:
             self.n_fingerprints += 1
             number = self._fingerprints[fingerprint] = self.n_fingerprints
         return number
+
+    def _change(self, old: Hashable, new: Hashable) -> str:
+        """Say what is different between two fingerprints, by their numbers; nothing where that is not known."""
+        known: dict[Hashable, Any] = {number: fingerprint for fingerprint, number in self._fingerprints.items()}
+        if old not in known or new not in known:
+            return ""
+        (inside, outside), (inside_now, outside_now) = known[old], known[new]
+        return next(self.reach.differing(outside, outside_now), "") or changed_part(inside, inside_now)
 
     def is_new(self, optimizer: Optimizer) -> bool:
         """Return whether `optimizer`, or what is called when it steps, is another one than `inside` knows."""
@@ -227,15 +242,16 @@ class CaptureSession:
 
     def _keep_report(self, entry: Entry) -> None:
         if entry.captures:
-            self._reports.append(entry.report(self))
+            self._reports.append((entry.report(self), parts_of(entry.key, entry.words)))
         entry.recording = entry.several = None
 
     def report(self) -> CaptureReport:
         """Return what captured steps did so far."""
-        current = [entry.report(self) for entry in self._entries.entries.values() if entry.captures]
+        entries = [entry for entry in self._entries.entries.values() if entry.captures]
+        current = [(entry.report(self), parts_of(entry.key, entry.words)) for entry in entries]
         return CaptureReport(
             capture=self.capture,
-            programs=(*self._reports, *current),
+            programs=tuple(told_apart([*self._reports, *current], self._change)),
             fallbacks=tuple(self.fallbacks),
             host_reads=self.host_reads,
             steps_eager=self.steps_eager,
