@@ -24,9 +24,9 @@ class MetricRing:
         self._parts = [row.split(list(widths)) for row in self.storage.unbind()]
         self._next = 0
 
-    def write(self, parts: Sequence[Tensor]) -> int:
+    def write(self, parts: list[Tensor]) -> int:
         """Copy `parts` side by side into the next row; return the row's index."""
         index = self._next
-        torch._foreach_copy_(self._parts[index], list(parts), non_blocking=True)
+        torch._foreach_copy_(self._parts[index], parts, non_blocking=True)
         self._next = (index + 1) % self.rows
         return index

@@ -173,6 +173,36 @@ def test_a_checkpoint_of_a_skipped_step_holds_the_schedule_without_it(tmp_path):
     assert differences({k: got[k] for k in COUNTED}, {k: want[k] for k in COUNTED}) == []
 
 
+class Evaluates(torch.optim.SGD):
+    """Evaluates the loss several times, at last far away, before it updates."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        closure()
+        loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        torch._foreach_add_(parameters, 10.0)
+        closure()
+        torch._foreach_sub_(parameters, 10.0)
+        super().step()
+        return loss
+
+
+def test_the_last_of_several_evaluations_decides():
+    class Explores(Net):
+        def configure_optimizers(self):
+            return Evaluates(self.parameters(), lr=1e-6)
+
+    def skipped(above):
+        return run(Explores(), loader(10), monitors=[Threshold("loss", above=above, then="skip")])
+
+    assert skipped(1e9).skipped_steps == 0
+    held = skipped(100.0)
+    assert held.skipped_steps == 10
+    untrained = run(Net(), loader(1), max_steps=0)
+    assert differences(*(dict(t.lightning_module.named_parameters()) for t in (held, untrained))) == []
+
+
 class Scheduled(Net):
     def configure_optimizers(self):
         return SimpleAdam(self.parameters(), lr=0.01, schedule=Cosine(num_steps=200), max_norm=1.0)

@@ -95,7 +95,7 @@ class StepStream:
         self._stamps: list[Stamp] = []
         self._due = 0.0
 
-    def push(self, layout: RowLayout, parts: Sequence[Tensor], stamp: Stamp) -> None:
+    def push(self, layout: RowLayout, parts: list[Tensor], stamp: Stamp) -> None:
         """Keep the values of a step; `parts` are read on the device, now."""
         if layout is not self._layout and layout != self._layout:
             self.send()

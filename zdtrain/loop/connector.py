@@ -66,8 +66,8 @@ class LoggerConnector(_LoggerConnector):
         heard = results.training and (rows is not None or monitoring is not None)
         ends_window = heard and not self.trainer.fit_loop._should_accumulate()
         if rows is not None and ends_window:
-            loop = self.trainer.fit_loop.epoch_loop
-            rows.push(loop._batches_that_stepped, self.trainer.current_epoch, loop.batch_idx)
+            fit, loop = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
+            rows.push(loop._batches_that_stepped, fit.epoch_progress.current.completed, loop.batch_idx)
         results.end_step()
         if monitoring is not None and ends_window:
             monitoring.end_step()

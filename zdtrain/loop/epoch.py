@@ -192,8 +192,10 @@ class EpochLoop(_TrainingEpochLoop):
         plan, trainer = self.plan, self.trainer
         trainer._logger_connector.drain.poll()
         monitoring, in_block = self.monitoring, self._in_block
-        if monitoring is not None and monitoring.settle(flush=not in_block and self._has_to_know(plan)):
-            raise StopIteration
+        if monitoring is not None:
+            knows = in_block or monitoring.is_settled or not self._has_to_know(plan)
+            if monitoring.settle(flush=not knows):
+                raise StopIteration
         if in_block:
             if not self._should_accumulate():
                 self._batches_that_stepped += 1

@@ -98,7 +98,8 @@ class Monitoring:
                 self._tell,
                 loop._batches_that_stepped,
             )
-            chunk_rows = max(1, min(CHUNK_ROWS, max_lag_steps // 2))
+            # one chunk may be under way while the next one fills, where rows do not arrive as soon as they are sent
+            chunk_rows = max(1, min(CHUNK_ROWS, max_lag_steps // (1 if drain.runtime.is_immediate else 2)))
             stream = StepStream(drain, consumers, chunk_rows=chunk_rows, watcher=self.listener)
             self.rows = StepRows(results, stream, self.listener)
         self._calls: LoggerCalls | None = None
@@ -183,6 +184,11 @@ class Monitoring:
         if self.rows is not None:
             self.rows.stream.send()
         self._drain.flush()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the host knows, without having heard, that no monitor acted in the step or in one before it."""
+        return self.guard.is_quiet
 
     def settle(self, *, flush: bool = False) -> bool:
         """Let the host's counts follow what has arrived; return whether a monitor ended the run.

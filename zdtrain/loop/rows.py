@@ -29,6 +29,7 @@ class StepRows:
         self._banks: list[SlotBank] = []
         self._slots: list[MetricSlot] = []  # by column; only those logged on_step have a name that is shown
         self._metrics: list[_ResultMetric] = []  # torchmetrics objects, one column each
+        self._parts: list[Tensor] = []  # what a row is put together from, but for the torchmetrics objects
         self._layout = RowLayout(names=(), widths=())
         self._shown: tuple[bool, ...] = ()
         self._all: tuple[bool, ...] = ()
@@ -61,11 +62,10 @@ class StepRows:
             present = tuple(shown and new for shown, new in zip(self._shown, fresh, strict=True))
         if listener is None and True not in present:
             return None
-        parts = [bank.values for bank in self._banks]
+        parts = self._parts
         if cached:
-            parts.append(torch.stack([torch.zeros(()) if v is None else v.detach().reshape(()) for v in cached]))
-        if listener is not None:
-            parts += listener.parts()
+            values = torch.stack([torch.zeros(()) if v is None else v.detach().reshape(()) for v in cached])
+            parts = [*parts[: len(self._banks)], values, *parts[len(self._banks) :]]
         stamp = Stamp(step=step, epoch=epoch, batch_idx=batch_idx, present=present, fresh=fresh, wall_time=time.time())
         return parts, stamp
 
@@ -88,7 +88,9 @@ class StepRows:
         self._shown = tuple(entry.meta.on_step for entry in entries)
         self._all = (True,) * len(entries)
         widths = [bank.size for bank in self._banks] + ([len(self._metrics)] if self._metrics else [])
+        self._parts = [bank.values for bank in self._banks]
         if self._listener is not None:
+            self._parts += self._listener.parts()
             widths += self._listener.widths()
         position = {id(metric): index for index, metric in enumerate(results.values())}
         self._layout = RowLayout(

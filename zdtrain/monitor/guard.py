@@ -98,7 +98,7 @@ class StepGuard:
         self.gates = DeviceGates([verdict.timing for verdict in self.verdicts], device)
         self._seen = torch.zeros_like(self.acted)  # what held for an earlier batch of the window
         self.is_quiet = False  # whether the host knows that this step's update is as it would be without monitors
-        self._is_at_rest = False  # whether the host knows that no earlier step or batch matters to the verdicts
+        self._is_at_rest = not self.verdicts  # whether the host knows that no earlier step or batch matters to verdicts
         self._counts = [t.numpy().data for t in (latched, self.gates.in_row)] if visible else None
         self._clips = len(limits) > 0
         self._eps, self._one = self.values.board.new_full((), EPS), self.values.board.new_ones(())
@@ -162,11 +162,11 @@ class StepGuard:
         """Evaluate the conditions on the step's values; hold the update back, stop or clip."""
         gradients = self._gradients() if self._measures_norm else []
         known = self.values.fill(loss, total_norm(gradients) if gradients else None, ends_window=True)
-        self.is_quiet = self._is_at_rest and not self.conditions.may_hold(known)
+        self.is_quiet = self._is_at_rest and not (self.verdicts and self.conditions.may_hold(known))
+        if self._mask is not None:
+            self._mask.lift(self.is_quiet)
         if self.is_quiet:
             self.gates.pass_step()
-            if self._mask is not None:
-                self._mask.lift()
         elif self.verdicts:
             self._decide(known, accumulates)
             self._is_at_rest = self._counts is not None and not any(any(count.tolist()) for count in self._counts)
@@ -191,7 +191,8 @@ class StepGuard:
 
     def _gradients(self) -> list[Tensor]:
         assert self._optimizer is not None
-        return [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [parameter.grad for group in self._optimizer.param_groups for parameter in group["params"]]
+        return [gradient for gradient in gradients if gradient is not None]
 
     def _clip(self, gradients: list[Tensor]) -> None:
         limited = torch.div(self.conditions.further, torch.add(self.values.grad_norm, self._eps))

@@ -77,7 +77,7 @@ class RowListener:
     ) -> None:
         self._watching = [Watched(monitor) for monitor in watching]
         self._verdicts = list(verdicts)
-        self._acted = acted
+        self._parts = [acted, values.vector] if verdicts else [values.vector]
         self._values = values
         self._extras = values.names  # what follows the verdicts in a row
         self._drain = drain
@@ -97,11 +97,11 @@ class RowListener:
 
     def parts(self) -> list[Tensor]:
         """Return what belongs to a row behind the logged metrics."""
-        return [self._acted, self._values.vector]
+        return self._parts
 
     def widths(self) -> list[int]:
         """Return the lengths of `parts`."""
-        return [len(self._verdicts), len(self._extras)]
+        return [len(part) for part in self._parts]
 
     def is_urgent(self) -> bool:
         """Return whether a monitor acted in this step, where looking costs nothing; elsewhere the row says it."""

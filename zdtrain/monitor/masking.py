@@ -52,8 +52,8 @@ class Mask(Protocol):
     def before(self) -> None:
         """Prepare for the update, before the optimizer's step is called."""
 
-    def lift(self) -> None:
-        """Let this step's update happen, before it does: the flag is known not to be set."""
+    def lift(self, is_lifted: bool = True) -> None:
+        """Let this step's update happen, before it does: the flag is known not to be set; False takes that back."""
 
     def after(self) -> None:
         """Take the update back where the flag is set."""
@@ -93,12 +93,11 @@ class SkipIf:
     def before(self) -> None:
         """Keep the learning rates."""
         self._copies.save(self._rates())
-        if self._is_lifted:
-            self._optimizer.skip_if, self._is_lifted = self._flag, False
+        self.lift(False)
 
-    def lift(self) -> None:
+    def lift(self, is_lifted: bool = True) -> None:
         """See `Mask`."""
-        self._optimizer.skip_if, self._is_lifted = None, True
+        self._optimizer.skip_if, self._is_lifted = None if is_lifted else self._flag, is_lifted
 
     def after(self) -> None:
         """Put the learning rates back."""
@@ -158,12 +157,15 @@ class FoundInf:
 
     def before(self) -> None:
         """Hand the flag over."""
-        self._optimizer.found_inf, self._is_lifted = self._flag, False
+        self.lift(False)
 
-    def lift(self) -> None:
+    def lift(self, is_lifted: bool = True) -> None:
         """See `Mask`: without a flag the kernel's counts need no correction."""
-        self._is_lifted = True
-        self.release()
+        self._is_lifted = is_lifted
+        if is_lifted:
+            self.release()
+        else:
+            self._optimizer.found_inf = self._flag
 
     def after(self) -> None:
         """Drop state that was made while the flag was set: a fused SGD leaves its momentum unwritten then."""
@@ -215,14 +217,14 @@ class KeepAndPutBack:
     @torch.no_grad()
     def before(self) -> None:
         """Copy parameters and state."""
-        self._is_lifted = False
+        self.lift(False)
         self._copies.save(self._live())
         if not self._checked:
             self._numbers = self._group_numbers()
 
-    def lift(self) -> None:
+    def lift(self, is_lifted: bool = True) -> None:
         """See `Mask`."""
-        self._is_lifted = True
+        self._is_lifted = is_lifted
 
     @torch.no_grad()
     def after(self) -> None:

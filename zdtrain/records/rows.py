@@ -96,7 +96,7 @@ class RowMerger:
         return self._seal(None)
 
     def _seal(self, below: int | None) -> list[Row]:
-        if len(self._open) == 1 and below in self._open:  # the usual case, every step
+        if len(self._open) == 1 and below in self._open:  # nothing is older
             return []
         sealed = [self._open.pop(step) for step in sorted(self._open) if below is None or step < below]
         for row in sealed:
