@@ -211,6 +211,7 @@ def broken(*args, **kwargs):
         "zdtrain.step.rollback.HostState",
         "zdtrain.step.capturing.Recorder",
         "zdtrain.step.capturing.Recording",
+        "zdtrain.step.recording.Recording.fits",
         "zdtrain.step.capturing.first_mismatch",
         "zdtrain.step.capturing.static_inputs",
     ],

@@ -88,7 +88,7 @@ class Capturing(Guarded):
             self._look_at(entry, region)
         elif entry.recording is None:
             self._capture(entry, region, covers)
-        elif not entry.recording.fits(self._inputs(entry)):
+        elif not self._fits(entry):
             self._misfit(entry, region)
         elif session.verify and entry.verified_in != self._round:
             self._verify(entry, entry.recording, region)

@@ -23,7 +23,7 @@ class Guarded(Watching):
     def _find_entry(self, *step: Any) -> Entry | None:
         """Return what `_entry_of` does; None, too, where no step is captured any more."""
         shared = self._session.shared
-        if not shared.are_on():
+        if shared.given_up is not None:
             return None
         try:
             return self._entry_of(*step)
@@ -38,7 +38,7 @@ class Guarded(Watching):
             Exception: Out of a step that had changed Python state already, which can't be taken back.
         """
         session, batch, counted = self._session, self._batch, self._session.steps_eager
-        before = self._rollback(entry)
+        before = self._rollback(entry) if session.shared.are_on() else None
         if before is None:
             self._eagerly(region)
             return
@@ -65,6 +65,15 @@ class Guarded(Watching):
 
     def _host_state(self) -> Any:
         return python_state(self._module), self._looks().states()
+
+    def _fits(self, entry: Entry) -> bool:
+        """Return whether the program may run on what is there now."""
+        assert entry.recording is not None
+        try:
+            return entry.recording.fits(self._inputs(entry))
+        except Exception as error:  # nothing of the step has run yet
+            self._session.fail(entry, failure("looking at what the program works on failed", error))
+            return False
 
     def _rollback(self, entry: Entry) -> Rollback | None:
         """Return a copy of what the step may change; None, with a reason noted, where that fails."""
