@@ -1,13 +1,14 @@
 """torchmetrics' own updates without host reads, for as long as a run lasts.
 
 Many classification metrics count with ``torch.bincount`` or leave out what a mask says, whose results are as long as
-the values ask for, and look at the values they were given (``validate_args=True``). All of it waits for the device.
-Here counts are additions in place, what is left out is counted apart and dropped, and values are looked at once by
-the host for each layout, and on the device from then on. Results are torchmetrics' own.
+the values ask for, and look at the values they were given (``validate_args=True``); aggregations look for NaN. All of
+it waits for the device. Here counts are additions in place, what is left out has no weight, and values are looked at
+by the host once for each layout, and on the device from then on. Results are torchmetrics' own.
 """
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torchmetrics import MaxMetric, MeanMetric, MinMetric, SumMetric
+from torchmetrics.aggregation import BaseAggregator
 
 Function = Callable[..., Any]
 
 _IGNORED = -(2**40)  # a label that stands for one that is left out; no number of classes brings it near 0
+_NEUTRAL = {MeanMetric: 0.0, SumMetric: 0.0, MaxMetric: -math.inf, MinMetric: math.inf}  # where there is NaN
 _FUNCTIONAL = "torchmetrics.functional.classification"
 
 
@@ -44,26 +48,27 @@ def readless_metrics() -> Iterator[None]:
             first batch of a layout, later from the operation on the device, which on CUDA is a failed assertion.
     """
     places = list(_places())
-    for names, name, _, substitute in places:
-        names[name] = substitute
+    for owner, name, _, substitute in places:
+        setattr(owner, name, substitute)
     try:
         yield
     finally:
-        for names, name, original, _ in places:
-            names[name] = original
+        for owner, name, original, _ in places:
+            setattr(owner, name, original)
 
 
-def _places() -> Iterator[tuple[dict[str, Any], str, Any, Function]]:
-    """Yield the names of a module, one of them, what it stands for and what it is to stand for."""
+def _places() -> Iterator[tuple[Any, str, Any, Any]]:
+    """Yield whose names are to stand for something else, the name, what it stands for and what it is to stand for."""
+    checks_nan = BaseAggregator._cast_and_nan_check_input
+    yield BaseAggregator, checks_nan.__name__, checks_nan, _nan_check(checks_nan)
     loaded = {name: module for name, module in sys.modules.items() if name.startswith(("torchmetrics.", "torch.nn."))}
     for wanted in _SUBSTITUTES:
         original = getattr(loaded.get(wanted.module), wanted.name, None)
         if original is not None:  # as in other versions of torchmetrics
             substitute = wanted.make(original)
             for module in loaded:
-                names = vars(loaded[module])
-                if module.startswith(wanted.where) and names.get(wanted.name) is original:
-                    yield names, wanted.name, original, substitute
+                if module.startswith(wanted.where) and vars(loaded[module]).get(wanted.name) is original:
+                    yield loaded[module], wanted.name, original, substitute
 
 
 def remedy(frame: FrameType | None) -> str:
@@ -74,8 +79,6 @@ def remedy(frame: FrameType | None) -> str:
     """
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module == "torchmetrics.aggregation":
-            return " to look for NaN; Mean, Sum, Max and Min of zdtrain.metrics do not"
         if module.startswith("torchmetrics."):
             return (
                 f" in {module}.{frame.f_code.co_name}; zdtrain.metrics.without_host_reads says what in a metric waits"
@@ -134,6 +137,32 @@ def _probabilities(normalize: Function) -> Function:
         return torch.where(((tensor >= 0) & (tensor <= 1)).all(), tensor, scores)
 
     return normalized
+
+
+# Looking for NaN.
+
+
+def _nan_check(check: Function) -> Function:
+    def cast(self: Any, x: Any, weight: Any = None) -> tuple[Tensor, Tensor]:
+        """Return values and weights in the dtype of the metric; what is NaN has no part in it, or ends the run."""
+        neutral = next((value for kind, value in _NEUTRAL.items() if isinstance(self, kind)), None)
+        weight = torch.ones_like(x) if weight is None and isinstance(x, Tensor) else weight
+        tensors = [one for one in (x, weight) if isinstance(one, Tensor) and 0 not in one.stride()]
+        if self.nan_strategy not in ("error", "warn", "ignore") or neutral is None or len(tensors) < 2:
+            return check(self, x, weight)  # type: ignore[no-any-return]
+        x, weight = x.to(self.dtype), weight.to(self.dtype)
+        is_nan = x.isnan() | weight.isnan()
+        if self.nan_strategy == "error":
+            _require(~is_nan, "there is NaN", "nan_strategy='error'")
+            return x, weight
+        return _filled(x, is_nan, neutral), _filled(weight, is_nan, 0.0)
+
+    return cast
+
+
+def _filled(x: Tensor, where: Tensor, value: float) -> Tensor:
+    """Return `x` with `value` in some places, laid out as it is: that decides the order in which it is summed."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(torch.where(where, value, x))
 
 
 # Leaving out.
@@ -259,8 +288,8 @@ def _check_classes(given: dict[str, Any], *, of_scores: bool) -> None:
         _require(changes < most, f"`{name}` holds more different values than there are classes")
 
 
-def _require(holds: Tensor, message: str) -> None:
-    torch._assert_async(holds.all(), f"{message} (validate_args=True of a torchmetrics metric)")
+def _require(holds: Tensor, message: str, option: str = "validate_args=True") -> None:
+    torch._assert_async(holds.all(), f"{message} ({option} of a torchmetrics metric)")
 
 
 _binary = functools.partial(_once_on_host, _check_binary)

@@ -58,6 +58,10 @@ def numbers(out, y):
     return out[:, 0].exp(), y + 1.0
 
 
+def of_values(out, y):
+    return (out[:, 0],)
+
+
 def of(kind, names, task_options, inputs, **options):
     """Return metrics of a task by name, with what they take."""
     found = {}
@@ -88,6 +92,9 @@ CAPTURED = {
     **of("Multilabel", ("ROC",), MULTILABEL, multilabel, thresholds=5, ignore_index=1),
     **of("Multilabel", ("ExactMatch", "CoverageError"), MULTILABEL, multilabel),
     **{name: (getattr(regression, name), numbers) for name in REGRESSION},
+    **{name: (getattr(aggregation, f"{name}Metric"), of_values) for name in ("Mean", "Sum", "Max", "Min")},
+    "mean_error": (lambda: aggregation.MeanMetric(nan_strategy="error"), of_values),
+    "mean_weighted": (aggregation.MeanMetric, lambda out, y: (out[0], (y[:CLASSES] + 1).float())),
     "collection": (
         lambda: torchmetrics.MetricCollection(
             [classification.MulticlassAccuracy(CLASSES), classification.MulticlassF1Score(CLASSES)]
@@ -161,15 +168,7 @@ REFUSED = {
     ),
     "hinge": (lambda: classification.MulticlassHingeLoss(CLASSES), logits, "host-read", "without_host_reads"),
     "ranking": (lambda: classification.MultilabelRankingLoss(CLASSES), multilabel, "host-read", "without_host_reads"),
-    **{
-        kind: (
-            getattr(aggregation, f"{kind}Metric"),
-            lambda out, y: (out[0, 0],),
-            "host-read",
-            "Mean, Sum, Max and Min of zdtrain.metrics",
-        )
-        for kind in ("Mean", "Sum", "Max", "Min")
-    },
+    "filled": (lambda: aggregation.MeanMetric(nan_strategy=0.0), of_values, "host-read", "without_host_reads"),
     "all": (lambda: aggregation.CatMetric(), lambda out, y: (out[0, 0],), "metric-list-state", "list"),
     "running": (lambda: aggregation.RunningMean(3), lambda out, y: (out[0, 0],), "python-state", "_num_vals_seen"),
 }
@@ -281,3 +280,36 @@ def test_counts_are_those_of_deterministic_algorithms(monkeypatch):
             monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda d=deterministic: d)
             metric.update(y.flip(0), y)
     assert torch.equal(metrics[0].confmat, metrics[1].confmat)
+
+
+@pytest.mark.parametrize("weights", [torch.tensor([1, 2, 3]), torch.tensor([0.3, float("nan"), 0.1]), 0.3])
+def test_weights_count_as_in_torchmetrics(weights):
+    metrics = [aggregation.MeanMetric(nan_strategy="ignore") for _ in range(2)]
+    values = torch.tensor([[1.0, float("nan"), 2.0], [7.0, 0.1, 1e-3]])
+    metrics[0].update(values, weights)
+    with readless_metrics():
+        metrics[1].update(values, weights)
+    assert torch.equal(metrics[0].compute(), metrics[1].compute())
+
+
+@pytest.mark.parametrize("kind", [aggregation.MeanMetric, aggregation.SumMetric, aggregation.MaxMetric])
+@pytest.mark.parametrize("strategy", ["ignore", "warn"])
+@pytest.mark.filterwarnings("ignore:Encountered `nan` values:UserWarning")
+def test_nan_has_the_part_that_the_strategy_says(kind, strategy):
+    metrics = [kind(nan_strategy=strategy) for _ in range(2)]
+    values = [torch.tensor([1.0, float("nan"), 2.0]), torch.tensor(float("nan")), 3.0, torch.tensor(4)]
+    for value in values:
+        metrics[0].update(value.clone() if isinstance(value, torch.Tensor) else value)
+    with readless_metrics():
+        for value in values:
+            metrics[1].update(value)
+    assert torch.equal(metrics[0].compute(), metrics[1].compute())
+    assert values[0].isnan().any()
+
+
+def test_nan_ends_the_run_where_it_is_an_error(tmp_path):
+    x, y = batches(6).dataset.tensors
+    x[-1] = float("nan")
+    loader = lambda: DataLoader(TensorDataset(x, y), batch_size=8)  # noqa: E731
+    with pytest.raises(RuntimeError, match="there is NaN"):
+        fit(tmp_path, counted(lambda: aggregation.SumMetric(nan_strategy="error"), of_values), "graph", loader=loader)
