@@ -63,7 +63,7 @@ def test_read_inside_a_library_names_the_users_line_and_the_library() -> None:
     class Updates(Base):
         def __init__(self) -> None:
             super().__init__()
-            self.mean = torchmetrics.MeanMetric()
+            self.mean = torchmetrics.MeanMetric(nan_strategy=0.0)
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             loss = super().training_step(batch, batch_idx)

@@ -25,6 +25,7 @@ from zdtrain.check.shapes import ModulePath
 from zdtrain.errors import ConfigError
 from zdtrain.loop.run_scalars import run_scalars
 from zdtrain.quiet import quiet
+from zdtrain.readless import readless_metrics
 from zdtrain.source.location import frame_kind
 
 _SERVED_CALLBACKS = (Checkpoint, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar)
@@ -114,8 +115,12 @@ def _no_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaving_no_trace() -> Iterator[None]:
-    """Change nothing for whoever runs next, and run compiled functions eagerly, so that their operations are seen."""
-    with _same_environment(), _same_randomness(), _no_collection(), torch.compiler.set_stance("force_eager"):
+    """Change nothing for whoever runs next, and run compiled functions eagerly, so that their operations are seen.
+
+    Metrics update as they do in a run.
+    """
+    eagerly = torch.compiler.set_stance("force_eager")
+    with _same_environment(), _same_randomness(), _no_collection(), eagerly, readless_metrics():
         yield
 
 

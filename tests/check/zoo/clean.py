@@ -213,6 +213,25 @@ class GumbelOneHot(Base):
         return F.binary_cross_entropy(drawn.clamp(1e-6, 1 - 1e-6), target)
 
 
+class MetricsByDefault(Base):
+    """torchmetrics that count, look at labels and look for NaN, which they do on the device here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES, average="macro")
+        self.confusion = torchmetrics.ConfusionMatrix("binary")
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.accuracy.update(logits, y)
+        self.confusion.update(logits[:, 0].contiguous(), (y == 0).long())
+        self.mean.update(loss.detach())
+        return loss
+
+
 class ManualTwoOptimizers(Base):
     """Manual optimization: a generator and a discriminator."""
 
@@ -332,6 +351,7 @@ CASES = [
     Case(make=DeviceRandomness),
     Case(make=MaskedLoss),
     Case(make=GumbelOneHot),
+    Case(make=MetricsByDefault),
     Case(make=ManualTwoOptimizers),
     Case(make=ManualWithAdam),
     Case(make=ManualWithFusedAdam),

@@ -92,11 +92,11 @@ class _Clamped(torch.autograd.Function):
 
 
 class MetricReads(Base):
-    """MeanMetric looks for NaN on the host."""
+    """MeanMetric looks for NaN on the host, to put a number in its place."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.mean = torchmetrics.MeanMetric()
+        self.mean = torchmetrics.MeanMetric(nan_strategy=0.0)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
