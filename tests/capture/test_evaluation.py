@@ -469,7 +469,7 @@ def test_a_metric_that_keeps_every_batch_is_named(tmp_path):
     assert run.report.evaluation_replayed == 0
 
 
-def test_steps_on_stock_lightnings_loop_are_named(tmp_path):
+def test_profiled_steps_are_named(tmp_path):
     run = both(tmp_path, Validated, profiler="simple", max_epochs=1)
     assert [reason.code for reason in run.report.fallbacks if reason.step == "validation_step"] == ["profiler"]
 

@@ -240,7 +240,7 @@ class Tells(Simple):
         (Adaptive, {"nonfinite": "skip"}, "NAdam takes numbers that follow its updates, which monitors may hold back"),
         (Outside, {}, "the optimizer steps outside the program"),
         (Validated, {"val_check_interval": "0:0:10:0", "max_epochs": 1}, "validation is due by the clock"),
-        (Simple, {"profiler": "simple"}, "steps run on stock Lightning's loop"),
+        (Simple, {"profiler": "simple"}, "a profiler times the parts of each step"),
     ],
 )
 def test_what_keeps_steps_apart_is_named_and_they_run_one_by_one(tmp_path, make, options, says):

@@ -84,7 +84,6 @@ def nothing(trainer):
 
 
 CASES = [
-    ("profiler", "SimpleProfiler", Net, nothing, {"profiler": "simple"}),
     ("manual-optimization", "(automatic_optimization=False) and has no optimizer", NoOptimizer, nothing, {}),
     ("dataloader-iter", "training_step takes", Iterates, nothing, {}),
     ("strategy", "strategy OwnStrategy", Net, own_strategy, {}),

@@ -368,10 +368,6 @@ def test_detect_anomaly(tmp_path):
     assert_parity(tmp_path, Net, detect_anomaly=True)
 
 
-def test_a_profiled_run_stays_on_lightnings_own_loop(tmp_path):
-    assert_parity(tmp_path, Net, profiler="simple", fallbacks=("profiler",))
-
-
 def test_a_distributed_strategy_runs_on_lightnings_own_loop(tmp_path):
     def fit_and_leave(trainer, module):
         trainer.fit(module)

@@ -1,7 +1,7 @@
 """The training epoch: stock Lightning's loop with a short path from one batch to the next."""
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
@@ -71,10 +71,21 @@ class EpochLoop(_TrainingEpochLoop):
             what = f"{option}= has no effect here: steps run on stock Lightning's loop"
             self.say(FallbackReason(code=option.replace("_", "-"), message=what))
         if reasons and self.monitoring is not None:
-            raise ConfigError(
-                "trainer.monitors, trainer.nonfinite and trainer.ema_decay need steps on zdtrain's own loop, but "
-                f"{reasons[0].message}; or leave these options out."
-            )
+            self._refuse_to_watch(reasons[0])
+
+    def _refuse_to_watch(self, reason: FallbackReason) -> NoReturn:
+        trainer = self.trainer
+        if trainer.options.nonfinite != "off":
+            option = f"nonfinite={trainer.options.nonfinite!r}"
+        elif trainer.options.ema_decay is not None:
+            option = f"ema_decay={trainer.options.ema_decay}"
+        else:
+            watching = [*trainer.monitors, *trainer.statistics.values()]
+            option = f"monitors=[{', '.join(type(one).__name__ for one in watching)}]"
+        raise ConfigError(
+            f"trainer.{option} needs steps on zdtrain's own loop, but {reason.message}; change that, or leave the "
+            "option out."
+        )
 
     def _note(self, reason: FallbackReason, what: str) -> None:
         if reason not in self.fallbacks:
@@ -121,7 +132,7 @@ class EpochLoop(_TrainingEpochLoop):
                 progress.increment_started()
                 if monitoring is not None:
                     monitoring.keep_batch(batch, batch_idx)
-                outputs = (plan.several or plan.step).run(batch, batch_idx, self._should_accumulate())
+                outputs = plan.run(batch, batch_idx, self._should_accumulate())
         progress.increment_processed()
         if plan.step_schedulers:
             self._step_schedulers(plan)

@@ -60,7 +60,7 @@ class EvaluationLoop(_EvaluationLoop):
         connector.start_step(self.results, batch, loader)
         plan.hooks(plan.batch_start, *arguments)
         progress.increment_started()
-        output = plan.step.run(*arguments)
+        output = plan.run(*arguments)
         progress.increment_processed()
         plan.hooks(plan.batch_end, output, *arguments)
         connector.end_step(self.results)

@@ -7,11 +7,13 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer import call
 from torch import Tensor
 
 from zdtrain.data.prefetch import CopyAhead
 from zdtrain.loop.ahead import overridden_transfers
 from zdtrain.loop.loader import OneLoader, has_one_sized_loader
+from zdtrain.step.profiled import Parts
 
 
 class Feed:
@@ -54,7 +56,7 @@ class Feed:
         if self._waiting and loader is not None:
             loader.hand_out()
             return self._waiting.popleft()
-        return self.move(self._next_of_fetcher() if loader is None else loader.next())
+        return self.move(self._read())
 
     def peek(self, count: int) -> list[Any]:
         """Return the next `count` batches, on the device, without handing them out; fewer where the epoch ends."""
@@ -69,7 +71,9 @@ class Feed:
         if self._loader is not None:
             self._loader.close()
 
-    def _next_of_fetcher(self) -> Any:
+    def _read(self) -> Any:
+        if self._loader is not None:
+            return self._loader.next()
         batch, _, _ = next(self._fetcher)
         return batch
 
@@ -109,3 +113,29 @@ class Feed:
         batch = self._strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
         attributes["_current_fx_name"] = previous
         return batch
+
+
+class ProfiledFeed(Feed):
+    """A `Feed` whose parts have the names that they have in stock Lightning's loop; every batch is transferred there.
+
+    Args:
+        trainer: The Trainer, with its module attached.
+        fetcher: The epoch's data fetcher.
+        copies: Copies batches to the device one ahead, if any.
+    """
+
+    def __init__(self, trainer: Trainer, fetcher: _DataFetcher, copies: CopyAhead | None = None) -> None:
+        super().__init__(trainer, fetcher, copies)
+        self._hooked = True
+        self._trainer = trainer
+        self._parts = Parts(trainer)
+
+    def _read(self) -> Any:
+        if self._loader is None:  # the fetcher tells the profiler itself
+            return super()._read()
+        with self._parts.profile("[_TrainingEpochLoop].train_dataloader_next"):
+            return super()._read()
+
+    def _transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+        return call._call_strategy_hook(self._trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)

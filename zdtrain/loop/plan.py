@@ -6,12 +6,11 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from zdtrain.errors import FallbackReason
 from zdtrain.loop.ahead import copy_ahead, reasons_against
-from zdtrain.loop.feed import Feed
+from zdtrain.loop.feed import Feed, ProfiledFeed
 from zdtrain.loop.several import StepsAhead, reasons_against_several
 from zdtrain.step.captured import CapturedStep
 from zdtrain.step.eager import EagerStep
@@ -19,7 +18,9 @@ from zdtrain.step.evaluation import CapturedEvaluation, EvaluationStep
 from zdtrain.step.hooks import Hooks, overrides
 from zdtrain.step.manual import CapturedManualStep, ManualStep
 from zdtrain.step.optimization import WindowedOptimization
+from zdtrain.step.profiled import Parts, ProfiledHooks, ProfiledStep, is_profiled
 from zdtrain.step.scaling import scaler_reason
+from zdtrain.step.session import CaptureSession
 from zdtrain.step.several import SeveralSteps
 
 # Methods that the short path does not call: whoever replaces one of them gets stock Lightning's loop.
@@ -67,22 +68,18 @@ class StepPlan:
     """
 
     def __init__(self, trainer: Trainer, fetcher: _DataFetcher, say: Callable[[FallbackReason], None]) -> None:
-        self.hooks = Hooks(trainer)
+        loop, profiled = trainer.fit_loop.epoch_loop, is_profiled(trainer)
+        self.hooks = ProfiledHooks(trainer) if profiled else Hooks(trainer)
         copies = None
         if trainer.options.prefetch:  # type: ignore[attr-defined]
             reasons = list(reasons_against(trainer, fetcher, "prefetch"))
             for reason in reasons:
                 say(reason)
             copies = None if reasons else copy_ahead(trainer, say)
-        self.feed = Feed(trainer, fetcher, copies)
-        captures = trainer.fit_loop.epoch_loop.captures
-        if captures is None:
-            by_hand = not trainer.lightning_module.automatic_optimization
-            self.step = (ManualStep if by_hand else EagerStep)(trainer, self.hooks)
-        elif trainer.lightning_module.automatic_optimization:
-            self.step = CapturedStep(trainer, self.hooks, captures)
-        else:
-            self.step = CapturedManualStep(trainer, self.hooks, captures)
+        self.feed = (ProfiledFeed if profiled else Feed)(trainer, fetcher, copies)
+        if profiled and loop.captures is not None:
+            say(_profiler_reason(trainer))
+        self.step = _step_of(trainer, self.hooks, None if profiled else loop.captures)
         configs = trainer.lr_scheduler_configs
         self.step_schedulers = any(c.interval == "step" and not c.reduce_on_plateau for c in configs)
         self.step_plateaus = any(c.interval == "step" and c.reduce_on_plateau for c in configs)
@@ -90,7 +87,10 @@ class StepPlan:
         self.several: SeveralSteps | None = None
         if trainer.options.steps_per_replay > 1:  # type: ignore[attr-defined]
             self._take_several(trainer, fetcher, say)
-        self.validates = trainer.fit_loop.epoch_loop._should_check_val_epoch()
+        self.run: Callable[..., dict[str, Any]] = (self.several or self.step).run
+        if profiled:
+            self.run = _profiled(self.run, Parts(trainer).profile, "run_training_batch")
+        self.validates = loop._should_check_val_epoch()
 
     def _take_several(self, trainer: Any, fetcher: _DataFetcher, say: Callable[[FallbackReason], None]) -> None:
         step, reasons = self.step, list(reasons_against_several(trainer, fetcher, self.step))
@@ -99,6 +99,26 @@ class StepPlan:
         if not reasons and isinstance(step, CapturedStep):
             around = StepsAhead(trainer, self.feed, step)
             self.several = SeveralSteps(trainer, step, trainer.options.steps_per_replay, around)
+
+
+def _step_of(trainer: Trainer, hooks: Hooks, captures: CaptureSession | None) -> EagerStep:
+    """Return what runs the steps of the module: captured, profiled, by hand."""
+    by_hand = not trainer.lightning_module.automatic_optimization
+    if captures is not None:
+        return (CapturedManualStep if by_hand else CapturedStep)(trainer, hooks, captures)
+    if by_hand:
+        return ManualStep(trainer, hooks)
+    return ProfiledStep(trainer, hooks) if isinstance(hooks, ProfiledHooks) else EagerStep(trainer, hooks)
+
+
+def _profiled(run: Callable[..., Any], profile: Callable[[str], Any], name: str) -> Callable[..., Any]:
+    """Return `run` as a part of the profile with this name."""
+
+    def profiled(*arguments: Any) -> Any:
+        with profile(name):
+            return run(*arguments)
+
+    return profiled
 
 
 class EvaluationPlan:
@@ -112,17 +132,24 @@ class EvaluationPlan:
     def __init__(self, trainer: Trainer, loop: Any) -> None:
         kind = "test" if trainer.testing else "validation"
         names = self.batch_start, self.batch_end = f"on_{kind}_batch_start", f"on_{kind}_batch_end"
-        self.hooks = Hooks(trainer, names)
-        self.feed = Feed(trainer, loop._data_fetcher)
+        profiled, captures = is_profiled(trainer), loop.captures
+        self.hooks = (ProfiledHooks if profiled else Hooks)(trainer, names)
+        self.feed = (ProfiledFeed if profiled else Feed)(trainer, loop._data_fetcher)
         self.several_loaders = loop._is_sequential and loop.num_dataloaders > 1
         self.step: EvaluationStep
-        if loop.captures is None:
+        if captures is not None and profiled:
+            captures.note(_profiler_reason(trainer))
+            captures = None
+        if captures is None:
             self.step = EvaluationStep(trainer, _step_name(trainer), loop.results)
         else:
-            loop.captures.make_room(loop.num_dataloaders)
+            captures.make_room(loop.num_dataloaders)
             self.step = CapturedEvaluation(
-                trainer, _step_name(trainer), loop.results, loop.captures, hooks=names, run_number=loop.num_runs
+                trainer, _step_name(trainer), loop.results, captures, hooks=names, run_number=loop.num_runs
             )
+        self.run: Callable[..., Any] = self.step.run
+        if profiled:
+            self.run = _profiled(self.run, Parts(trainer).of_strategy, _step_name(trainer))
 
 
 def reasons_for_stock(trainer: Trainer, fetcher: _DataFetcher) -> Iterator[FallbackReason]:
@@ -168,13 +195,7 @@ def reasons_for_stock_evaluation(trainer: Trainer, loop: Any) -> Iterator[Fallba
 def _common_reasons(
     trainer: Trainer, fetcher: _DataFetcher, step: str, bypassed: Sequence[str]
 ) -> Iterator[FallbackReason]:
-    profiler: object = trainer.profiler  # type: ignore[attr-defined]
     strategy = trainer.strategy
-    if type(profiler) is not PassThroughProfiler:
-        yield FallbackReason(
-            code="profiler",
-            message=f"{type(profiler).__name__} times stock Lightning's own loop; drop profiler= to lift this",
-        )
     if isinstance(fetcher, _DataLoaderIterDataFetcher):
         yield FallbackReason(code="dataloader-iter", message=f"{step} takes the data loader's iterator")
     if type(strategy) is not SingleDeviceStrategy or trainer.world_size > 1:
@@ -183,6 +204,12 @@ def _common_reasons(
         )
     elif replaced := replaced_method(strategy, SingleDeviceStrategy, bypassed):
         yield FallbackReason(code="strategy", message=f"{type(strategy).__name__}.{replaced} is replaced")
+
+
+def _profiler_reason(trainer: Trainer) -> FallbackReason:
+    name = type(trainer.profiler).__name__  # type: ignore[attr-defined]
+    message = f"{name} times the parts of a step, and a captured step has none; drop profiler= to capture"
+    return FallbackReason(code="profiler", message=message)
 
 
 def _step_name(trainer: Trainer) -> str:

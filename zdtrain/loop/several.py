@@ -26,6 +26,7 @@ from zdtrain.source.location import NOWHERE
 from zdtrain.step.captured import CapturedStep
 from zdtrain.step.hooks import callback_hook, overrides
 from zdtrain.step.obstacles import HOOKS_OUTSIDE
+from zdtrain.step.profiled import is_profiled
 from zdtrain.step.program import RecordedPart
 from zdtrain.step.watch import reason_at
 
@@ -54,8 +55,12 @@ def reasons_against_several(trainer: Any, fetcher: _DataFetcher, step: Any) -> I
         step: What runs a step.
     """
     if type(step) is not CapturedStep:
-        by_hand = not trainer.lightning_module.automatic_optimization
-        yield _reason("the module optimizes by hand" if by_hand else "steps are not captured; set capture=")
+        if not trainer.lightning_module.automatic_optimization:
+            yield _reason("the module optimizes by hand")
+        elif is_profiled(trainer):
+            yield _reason("a profiler times the parts of each step")
+        else:
+            yield _reason("steps are not captured; set capture=")
         return
     yield from reasons_against(trainer, fetcher, OPTION)
     yield from _reasons_in_hooks(trainer)

@@ -184,8 +184,15 @@ class EagerStep:
         self._loss = loss.detach() if "on_train_batch_end" in self._hooks.nobody else loss.detach().clone()
         if self._scaling is not None:
             loss = self._scaling.scaled(loss)
+        self._backward(loss)
+
+    def _backward(self, loss: Tensor) -> None:
         self._hooks("on_before_backward", loss)
-        self._hooks.run_as("backward", self._module.backward, loss)
+        attributes = self._attributes
+        previous = attributes["_current_fx_name"]
+        attributes["_current_fx_name"] = "backward"
+        self._module.backward(loss)
+        attributes["_current_fx_name"] = previous
         self._hooks("on_after_backward")
 
     def _forward(self) -> Tensor | None:
