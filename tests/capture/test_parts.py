@@ -17,7 +17,6 @@ from zdtrain.config import TrainerOptions
 from zdtrain.device import runtime_for
 from zdtrain.errors import ConfigError
 from zdtrain.step.key import fingerprint, flatten_batch, frozen, signature, unflatten_batch
-from zdtrain.step.noted import NotedIndex
 from zdtrain.step.program import LeastRecentlyUsed
 from zdtrain.step.reach import Reach
 from zdtrain.step.session import MAX_PROGRAMS, CaptureSession
@@ -257,20 +256,6 @@ def test_the_first_mismatch_says_what_and_by_how_much():
     assert "by up to 2e-07" in str(first_mismatch({"b": widened["b"]}, {"b": apart["b"]}, exact=False))
     assert "missing" in str(first_mismatch(want, {"a": want["a"]}, exact=True))
     assert "(1, 2)" in str(first_mismatch(want, {**want, "a": torch.ones(1, 2)}, exact=True))
-
-
-@pytest.mark.parametrize("use", [lambda i: i + 1, lambda i: 2 * i, lambda i: i == 3, lambda i: f"{i}"])
-def test_a_noted_index_is_an_integer_that_tells_when_it_is_used(use):
-    with Watch(sys._getframe().f_code) as watch:
-        index = NotedIndex(3, watch)
-        assert isinstance(index, int)
-        assert not watch.reads
-
-        def step():
-            return use(index)
-
-        assert step() == use(3)
-    assert {reason.code for reason in watch.reads} == {"batch-idx"}
 
 
 def test_a_wrong_choice_names_the_option_and_the_nearest_one(monkeypatch):

@@ -29,12 +29,6 @@ class UsesBatchIdx(Deterministic):
         return self.loss(batch) * (1 + batch_idx)  # trap
 
 
-class ZeroesByBatchIdx(Deterministic):
-    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
-        if batch_idx % 7 != 5:  # trap
-            optimizer.zero_grad()
-
-
 class Counts(Deterministic):
     n = 0
 
@@ -289,7 +283,6 @@ TRAPS = {
     WeighsByNumpy: "host-read",
     WeighsByList: "host-read",
     UsesBatchIdx: "batch-idx",
-    ZeroesByBatchIdx: "batch-idx",
     Counts: "python-state",
     ReadsGlobalStep: "trainer-state",
     ReadsMetrics: "trainer-state",

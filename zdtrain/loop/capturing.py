@@ -48,9 +48,12 @@ class CanCapture:
 
     @property
     def global_step(self) -> int:
-        """The number of optimizer steps taken. A step that is to be captured reads `scalars.global_step` instead."""
-        self._note_read("global_step")
-        return super().global_step  # type: ignore[misc,no-any-return]
+        """The number of optimizer steps taken. A captured step may compare it with constants; see `scalars`, too."""
+        value: int = super().global_step  # type: ignore[misc]
+        for session in (self._captures, self._evaluations):
+            if session is not None and session.counters is not None:
+                return session.counters.read("global_step", value)  # type: ignore[no-any-return]
+        return value
 
     @property
     def callback_metrics(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from zdtrain.step.fingerprints import Fingerprints
 from zdtrain.step.handed import InsideByRule, steps_outside
 from zdtrain.step.hooks import Hooks
 from zdtrain.step.host import HostLooks, looks_of
+from zdtrain.step.items import BatchItems
 from zdtrain.step.observe import Observation
 from zdtrain.step.obstacles import HOOKS_INSIDE, changes_between_steps, hooks_inside
 from zdtrain.step.program import Part
@@ -44,6 +45,7 @@ class CapturedStep(Capturing, EagerStep):
         self._session = session
         self._results = trainer.fit_loop.epoch_loop._results  # type: ignore[assignment]
         self._connector = trainer._logger_connector
+        self._items = BatchItems(trainer.lightning_module, "training_step")
         super().__init__(trainer, hooks)
         self._users_between = changes_between_steps(self._module, trainer.callbacks)  # type: ignore[attr-defined]
         validation = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
@@ -121,6 +123,7 @@ class CapturedStep(Capturing, EagerStep):
         parameters = self._surroundings.parameters
         return self._look_up(
             batch,
+            batch_idx,
             lambda: place_in_window(first, accumulate, divisor),
             {
                 "place": PlaceKey(

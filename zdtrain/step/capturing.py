@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zdtrain.errors import FallbackReason
+from zdtrain.step.counters import CounterReadError
 from zdtrain.step.graph import GraphProgram, LoweredGraphProgram, capture_graph
 from zdtrain.step.guarded import Guarded
 from zdtrain.step.host import change_reasons
-from zdtrain.step.key import describe, flatten_batch, signature, torch_modes, unflatten_batch
-from zdtrain.step.naming import MODULE
+from zdtrain.step.key import changing_leaf, describe, flatten_batch, signature, torch_modes, unflatten_batch
+from zdtrain.step.naming import CONDITIONS, MODULE
 from zdtrain.step.program import Part, Program
 from zdtrain.step.recording import Recorder, Recording
 from zdtrain.step.rollback import Rollback
@@ -30,15 +31,20 @@ class Capturing(Guarded):
     through `_through`, which leaves what the step made in `_loss` and `_output`.
     """
 
+    _layout: tuple[Hashable, ...] = ()  # of the batch before
+
     def _n_unread(self) -> int:
         """Return how many of the gradients, from the first on, the step drops without reading them."""
         return 0
 
-    def _look_up(self, batch: Any, name: Callable[[], str], more: Mapping[str, Hashable]) -> Entry | None:
+    def _look_up(
+        self, batch: Any, batch_idx: int, name: Callable[[], str], more: Mapping[str, Hashable]
+    ) -> Entry | None:
         """Return what is known of steps like this one; None, with a reason noted, where none can be captured.
 
         Args:
             batch: The batch.
+            batch_idx: Its index.
             name: Says in words what else tells steps apart.
             more: What else does, by what it stands for.
         """
@@ -47,7 +53,8 @@ class Capturing(Guarded):
             self._session.note(reason)
         if self._fingerprints.obstacles:
             return None
-        leaves, structure = flatten_batch(batch)
+        kept = self._items.kept(batch)
+        leaves, structure = flatten_batch(kept)
         self._tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         try:
             layout = signature(leaves)
@@ -56,16 +63,36 @@ class Capturing(Guarded):
                 FallbackReason(code="batch-type", message=f"the batch holds a {error}, which is no tensor or number")
             )
             return None
+        outcomes = self._outcomes(batch_idx)
         self._key = (
             number,
+            outcomes,
             structure if isinstance(structure, type) else str(structure),
             layout,
             self._trainer.current_epoch if self._session.epoch_in_key else None,
             torch_modes(),
             *more.values(),
         )
-        words = (MODULE, "structure of the batch", "layout of the batch", "epoch", "modes of torch", *more)
-        return self._session.entry(self._key, lambda: describe(leaves, name()), words)
+        words = (
+            *(MODULE, CONDITIONS, "structure of the batch", "layout of the batch", "epoch", "modes of torch"),
+            *more,
+        )
+        before, self._layout = self._layout, layout
+        return self._session.entry(
+            self._key, lambda: describe(leaves, name()), words, lambda: changing_leaf(kept, before)
+        )
+
+    def _outcomes(self, batch_idx: int, more_steps: int = 0) -> tuple[bool, ...]:
+        """Return the outcomes of conditions that watched steps met.
+
+        Args:
+            batch_idx: Index of the batch.
+            more_steps: Optimizer steps between now and then.
+        """
+        conditions = self._session.conditions
+        if not conditions:
+            return ()
+        return conditions.outcomes({"batch_idx": batch_idx, "global_step": self._trainer.global_step + more_steps})
 
     def _let_go(self) -> None:
         """Forget the step that ended."""
@@ -115,7 +142,7 @@ class Capturing(Guarded):
             reason = session.shared.lack_of_room()
         except Exception as error:  # whatever the tracer cannot do; an error of the step itself comes again below
             reason, entry.recording = failure("recording the step failed", error), None
-            entry.failures += 1
+            entry.failures = MAX_FAILURES if isinstance(error, CounterReadError) else entry.failures + 1
         else:
             entry.verified_in = None
             entry.operations, entry.includes_optimizer = len(entry.recording.program), bool(covers)
@@ -134,12 +161,13 @@ class Capturing(Guarded):
         around, carried, inputs = self._surroundings, entry.carried, self._inputs(entry)
         assert carried is not None
         recorder = Recorder(around, carried)
+        counters = self._counters(self._session.conditions)
 
         def recorded() -> list[Any]:
             region()
             return recorder.outputs(self._loss, self._output)
 
-        with self._recordable():  # outside: filling the learning rates is no part of the program
+        with self._recordable(), self._counting(counters):  # filling the learning rates is no part of the program
             program = self._record(entry, recorded, inputs)
         n_leaves = len(self._tensor_leaves)
         return Recording(program, recorder, updates=entry.updates, covers=covers, inputs=inputs, n_leaves=n_leaves)

@@ -15,6 +15,7 @@ from zdtrain.step.capturing import Capturing
 from zdtrain.step.eager import forward_context
 from zdtrain.step.fingerprints import Fingerprints
 from zdtrain.step.host import HostLooks, looks_of
+from zdtrain.step.items import BatchItems
 from zdtrain.step.log import StepLog, can_replace_log
 from zdtrain.step.observe import Observation
 from zdtrain.step.obstacles import changes_between_steps
@@ -128,6 +129,7 @@ class CapturedEvaluation(Capturing, EvaluationStep):
         super().__init__(trainer, name, results)
         self._session = session
         self._run_number = run_number
+        self._items = BatchItems(self._module, name)
         self._surroundings = Surroundings(
             module=self._module, results=results, connector=self._connector, hook=self._name
         )
@@ -149,6 +151,7 @@ class CapturedEvaluation(Capturing, EvaluationStep):
         loader = self._dataloader_idx
         return self._look_up(
             self._batch,
+            self._batch_idx,
             lambda: "" if loader is None else f"data loader {loader}",
             {"data loader": loader, "grad mode": self._grad_mode},
         )

@@ -234,6 +234,23 @@ def hooks_of(module: nn.Module) -> Iterator[Mapping[int, Any]]:
     return (held[kind] for kind in _HOOKS)
 
 
+def changing_leaf(batch: Any, before: Sequence[Hashable]) -> str | None:
+    """Return in words which Python value in a batch is another one than in the batch before; None if there is none.
+
+    Args:
+        batch: The batch.
+        before: The signature of the leaves of the one before.
+    """
+    for (path, leaf), old in zip(pytree.tree_flatten_with_path(batch)[0], before, strict=False):
+        if not isinstance(leaf, Tensor) and _signature_of(leaf) != old:
+            where = f"batch{pytree.keystr(path)}"
+            return (
+                f"{where} holds a {type(leaf).__name__} that changes, and a replay would repeat it: leave it out in "
+                "the collate function or in on_after_batch_transfer, or make it a tensor"
+            )
+    return None
+
+
 def describe(leaves: list[Any], phase: str) -> str:
     """Return the key of a step in words: its tensors, and what else tells it apart."""
     shapes = [

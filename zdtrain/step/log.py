@@ -34,6 +34,10 @@ class StepLog:
         self._connector = connector
         self._declared: dict[str, tuple[tuple[Any, ...], Any]] = {}
 
+    def __len__(self) -> int:
+        """Return how many names are declared."""
+        return len(self._declared)
+
     def __call__(  # noqa: D102 - LightningModule.log documents it
         self,
         name: str,

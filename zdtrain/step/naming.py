@@ -6,6 +6,7 @@ from dataclasses import replace
 from zdtrain.step.report import ProgramReport
 
 MODULE = "state of the module"
+CONDITIONS = "conditions on counters"
 _FIELDS = {  # of the part of a key that is named by its fields
     "place": "place in the window",
     "without_gradient": "gradients that are there",

@@ -1,48 +1,11 @@
-"""Stand-ins that a step gets while it is watched, so that reading them is noticed."""
+"""What `self.log` is while a step is watched, so that Python numbers among the values are noticed."""
 
 from collections.abc import Callable
 from numbers import Number
 from typing import Any
 
+from zdtrain.step.counters import counters_in
 from zdtrain.step.watch import Watch
-
-_READS = (
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
-    *("divmod", "rdivmod", "pow", "rpow", "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rlshift"),
-    *("rshift", "rrshift", "neg", "pos", "abs", "invert", "round", "index", "int", "float", "bool", "hash"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "str", "repr", "format"),
-)
-
-
-class NotedIndex(int):
-    """A batch index that tells a watch when the step uses it; equal to the plain integer in every way.
-
-    Args:
-        value: The index.
-        watch: Whom to tell.
-    """
-
-    watch: Watch
-
-    def __new__(cls, value: int, watch: Watch) -> "NotedIndex":
-        """Make an index."""
-        index = super().__new__(cls, value)
-        index.watch = watch
-        return index
-
-
-def _noted(name: str) -> Callable[..., Any]:
-    method = getattr(int, name)
-
-    def read(self: NotedIndex, *args: Any) -> Any:
-        self.watch.note("batch-idx", "the step uses batch_idx, which a replay does not see")
-        return method(self, *args)
-
-    return read
-
-
-for _name in _READS:
-    setattr(NotedIndex, f"__{_name}__", _noted(f"__{_name}__"))
 
 
 class NotedLog:
@@ -65,4 +28,6 @@ class NotedLog:
                 f"self.log({name!r}, ...) gets a Python number, which a replay would repeat for ever: log a tensor, "
                 "or log it in a hook outside the step",
             )
+        for counter in counters_in((args, kwargs)):
+            counter.counters.refuse(counter.number)
         self._log(name, value, *args, **kwargs)

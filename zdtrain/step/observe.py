@@ -11,6 +11,7 @@ from zdtrain.errors import FallbackReason
 from zdtrain.source.definitions import attribute_location
 from zdtrain.source.location import Location
 from zdtrain.step.carried import Place, held_tensors, metric_counts, replaced, updates_between
+from zdtrain.step.counters import CounterArguments, Counters
 from zdtrain.step.host import ChangeFinder, HostLooks, change_reasons
 from zdtrain.step.key import attributes, is_metric, python_state
 from zdtrain.step.reach import Reach
@@ -27,6 +28,7 @@ class Observation:
         inputs: Tensors that change with every step.
         looks: What a replay would not change.
         reach: What the step reads past its module.
+        counters: What the step asks of the host's counters.
         find_lines: Look for the lines that change what a replay would not; slow.
     """
 
@@ -38,6 +40,7 @@ class Observation:
         *,
         looks: HostLooks,
         reach: Reach,
+        counters: Counters,
         find_lines: bool = False,
     ) -> None:
         self.watch = Watch(boundary, inputs)
@@ -50,6 +53,7 @@ class Observation:
         self._module = module
         self._looks = looks
         self._reach = reach
+        self.counters = counters
         self._finder = ChangeFinder(looks) if find_lines else None
         self._held: dict[Place, Tensor] = {}
 
@@ -71,6 +75,7 @@ class Observation:
             reads.looking(),
             looking,
             HostAccess(self.watch),
+            CounterArguments(),
             self.watch,
         ):
             region()
@@ -82,7 +87,7 @@ class Observation:
         self.updates = updates_between(counts, metric_counts(module))
         self.changes = self._looks.changes(states)
         self.places = self._finder.places if self._finder else {}
-        self.reasons += self.watch.reads
+        self.reasons += [*self.watch.reads, *self.counters.reasons]
         self.reasons += _changed_attributes(module, values, python_state(module))
         known = {id(t) for t in (*held.values(), *outputs()) if t is not None}
         self.reasons += _escapes(self.watch, known)

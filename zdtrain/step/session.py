@@ -9,8 +9,10 @@ from torch.optim import Optimizer
 from zdtrain.config import Capture
 from zdtrain.errors import FallbackReason
 from zdtrain.step.carried import Carried
+from zdtrain.step.conditions import Conditions
+from zdtrain.step.counters import Counters
 from zdtrain.step.key import changed_part
-from zdtrain.step.naming import Parts, parts_of, told_apart
+from zdtrain.step.naming import CONDITIONS, Parts, parts_of, told_apart
 from zdtrain.step.observe import Observation
 from zdtrain.step.optimizers import Inside, inside, way_of
 from zdtrain.step.program import LeastRecentlyUsed
@@ -23,6 +25,7 @@ TRAINING_STEP = "training_step"
 MAX_PROGRAMS = 8
 WATCHED_STEPS = 2
 MAX_MISFITS = 4
+MAX_FIRST_LOGS = 4  # watched steps of one kind that are not compared for being an epoch's first to log a name
 MAX_FAILURES = 2  # another thread's work on the device may spoil a capture
 MAX_FINGERPRINTS = 64
 
@@ -32,7 +35,7 @@ class Entry:
     """Steps of one key: in warm-up, captured, or eager for a reason."""
 
     name: str
-    """The key in words."""
+    """The key in words, but for the conditions."""
     key: tuple[Hashable, ...] = ()
     words: tuple[str, ...] = ()
     """What the parts of the key stand for."""
@@ -50,6 +53,8 @@ class Entry:
     """The captured step."""
     several: Any = None
     """The program, where the entry stands for several steps: `RepeatedSteps`."""
+    first_logs: int = 0
+    """Watched steps that logged a name for the first time in their epoch."""
     failures: int = 0
     """Captures that failed."""
     misfits: int = 0
@@ -72,11 +77,16 @@ class Entry:
         memory: int | None = None if program is None else program.memory_bytes
         return memory
 
+    def parts(self) -> Parts:
+        """Return the parts of the key by what they stand for."""
+        return parts_of(self.key, self.words)
+
     def report(self, session: "CaptureSession") -> ProgramReport:
         """Return what became of the program."""
+        outcomes: Any = self.parts().get(CONDITIONS, ())
         return ProgramReport(
             step=session.step,
-            key=self.name,
+            key="; ".join([self.name, *map(str, session.conditions.true(outcomes))]),
             capture=session.capture,
             operations=self.operations,
             includes_optimizer=self.includes_optimizer,
@@ -123,7 +133,9 @@ class CaptureSession:
         self.capture = capture
         self.verify = verify
         self.reach = reach
+        self.conditions = Conditions()
         self.watch: Any = None  # the `Watch` of the step that runs now, if any
+        self.counters: Counters | None = None  # of the step that is being watched or recorded
         self.epoch_in_key = False
         self.started = False  # whether a step ran
         self.steps_eager = 0
@@ -134,6 +146,7 @@ class CaptureSession:
         self.n_fingerprints = 0
         self._fingerprints: dict[Hashable, int] = {}
         self._n_entries = 0
+        self._told_of_many = False
         self._inside: dict[int, tuple[Optimizer, Hashable, Inside | FallbackReason]] = {}  # by id of the optimizer
         self.fallbacks: dict[FallbackReason, None] = {}
         self._tell = tell
@@ -141,20 +154,32 @@ class CaptureSession:
         self._entries: LeastRecentlyUsed[Entry] = LeastRecentlyUsed(cap=MAX_PROGRAMS, evicted=self._keep_report)
         shared.sessions.append(self)
 
-    def entry(self, key: tuple[Hashable, ...], name: Callable[[], str], words: Sequence[str] = ()) -> Entry:
-        """Return what is known of steps with `key`, whose parts stand for `words`."""
+    def entry(
+        self,
+        key: tuple[Hashable, ...],
+        name: Callable[[], str],
+        words: Sequence[str] = (),
+        changing: Callable[[], str | None] = lambda: None,
+    ) -> Entry:
+        """Return what is known of steps with `key`.
+
+        Args:
+            key: The key.
+            name: Says it in words.
+            words: What its parts stand for.
+            changing: Says what of the batch was another value in the step before, if anything was.
+        """
         entry = self._entries.get(key)
         if entry is None:
             verification = "not yet" if self.verify else "off"
             entry = Entry(name=name(), key=key, words=tuple(words), verification=verification)
             self._entries.add(key, entry)
             self._n_entries += 1
-            if self._n_entries > 4 * self._entries.cap and self.steps_replayed < self.steps_eager:
-                what = (
-                    f"there are over {4 * self._entries.cap} kinds of steps and {self._entries.cap} are kept: "
-                    "pad batches to few shapes"
-                )
-                self.note(FallbackReason(code="many-keys", message=what))
+            many = self._n_entries > 4 * self._entries.cap and not self._told_of_many
+            if many and self.steps_replayed < self.steps_eager:
+                self._told_of_many = True
+                what = f"there are over {4 * self._entries.cap} kinds of steps and {self._entries.cap} are kept: "
+                self.note(FallbackReason(code="many-keys", message=what + (changing() or "pad batches to few shapes")))
         return entry
 
     def make_room(self, kinds: int) -> None:
@@ -242,13 +267,13 @@ class CaptureSession:
 
     def _keep_report(self, entry: Entry) -> None:
         if entry.captures:
-            self._reports.append((entry.report(self), parts_of(entry.key, entry.words)))
+            self._reports.append((entry.report(self), entry.parts()))
         entry.recording = entry.several = None
 
     def report(self) -> CaptureReport:
         """Return what captured steps did so far."""
         entries = [entry for entry in self._entries.entries.values() if entry.captures]
-        current = [(entry.report(self), parts_of(entry.key, entry.words)) for entry in entries]
+        current = [(entry.report(self), entry.parts()) for entry in entries]
         return CaptureReport(
             capture=self.capture,
             programs=tuple(told_apart([*self._reports, *current], self._change)),

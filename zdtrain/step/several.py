@@ -104,6 +104,8 @@ class SeveralSteps:
         recordings = self._recordings(batch, batch_idx, accumulate)
         if recordings is None:
             return None
+        if not self._asks_alike(batch_idx):
+            return None
         key = ("several", self._count, self._around.key(), *(id(recording) for recording in recordings))
         entry = self._session.entry(key, lambda: f"{self._count} steps of {self._known[0][0].name}")
         batches = self._batches(batch) if entry.reason is None else None
@@ -123,6 +125,12 @@ class SeveralSteps:
                 part.refill()
             block.launch(batches, self._around.counters())
         return block if block.has_run or ahead is not None else None
+
+    def _asks_alike(self, batch_idx: int) -> bool:
+        """Return whether conditions on counters have the same outcomes for all of the next steps."""
+        step, window = self._step, self._trainer.accumulate_grad_batches
+        outcomes = {step._outcomes(batch_idx + index, index // window) for index in range(self._count)}
+        return len(outcomes) == 1
 
     def _recordings(self, batch: Any, batch_idx: int, accumulate: bool) -> list[Recording] | None:
         """Return the recorded step for each place in the window; None while one is not recorded or not trusted."""
@@ -151,7 +159,7 @@ class SeveralSteps:
         batches = [batch, *self._around.peek(self._count - 1)]
         if len(batches) < self._count:
             return None
-        flat = [flatten_batch(one) for one in batches]
+        flat = [flatten_batch(self._step._items.kept(one)) for one in batches]
         try:
             layouts = [(structure, signature(leaves)) for leaves, structure in flat]
         except TypeError:

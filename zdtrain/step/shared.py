@@ -6,6 +6,7 @@ import torch
 
 from zdtrain.device.base import Runtime
 from zdtrain.errors import FallbackReason
+from zdtrain.step.counters import CounterReadError
 from zdtrain.step.graph import rehearse
 from zdtrain.step.report import readable
 
@@ -96,6 +97,8 @@ class SharedCaptures:
 
 def failure(what: str, error: Exception) -> FallbackReason:
     """Return the reason for an error in capturing."""
+    if isinstance(error, CounterReadError):
+        return error.reason
     lines = str(error).strip().splitlines() or [""]
     code = OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else "untraceable"
     return FallbackReason(code=code, message=f"{what}: {type(error).__name__}: {lines[0][:200]}")

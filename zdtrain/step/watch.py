@@ -83,8 +83,7 @@ class Watch(TorchDispatchMode):
             place, _ = locate(self._boundary)
             self.epoch_read = self.epoch_read or place.is_user
             return
-        instead = "; trainer.scalars.global_step is a tensor that a replay sees" if name == "global_step" else ""
-        self.note("trainer-state", f"the step reads trainer.{name}, which a replay does not see{instead}")
+        self.note("trainer-state", f"the step reads trainer.{name}, which a replay does not see")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func._schema.name

@@ -10,15 +10,19 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zdtrain.errors import FallbackReason
+from zdtrain.source.location import NOWHERE
 from zdtrain.step.carried import Carried
+from zdtrain.step.conditions import Conditions
+from zdtrain.step.counters import Counters, counters_in, is_counter, plain
 from zdtrain.step.fingerprints import Fingerprints
 from zdtrain.step.host import HostLooks
-from zdtrain.step.key import flatten_batch
-from zdtrain.step.noted import NotedIndex, NotedLog
+from zdtrain.step.items import BatchItems
+from zdtrain.step.key import attributes, flatten_batch
+from zdtrain.step.noted import NotedLog
 from zdtrain.step.observe import Observation, obstacles
 from zdtrain.step.program import Part
 from zdtrain.step.results import StepResults
-from zdtrain.step.session import CaptureSession, Entry
+from zdtrain.step.session import MAX_FIRST_LOGS, CaptureSession, Entry
 from zdtrain.step.surroundings import Surroundings
 from zdtrain.step.watch import reason_at, storage_of
 
@@ -43,6 +47,8 @@ class Watching(ABC):
     """Where the step logs."""
     _surroundings: Surroundings
     """What it works on."""
+    _items: BatchItems
+    """What of a batch it reads."""
     _fingerprints: Fingerprints
     """What programs hold by value of the module."""
     _users_between: bool
@@ -60,6 +66,7 @@ class Watching(ABC):
     _entry: Entry | None = None
     """What is known of steps like this one; None where they run eagerly whatever they are."""
     _key: tuple[Hashable, ...] = ()
+    """Number of the fingerprint, outcomes of the conditions, and what else tells steps apart."""
     _tensor_leaves: Sequence[Tensor] = ()
     """The batch's tensors."""
 
@@ -107,7 +114,8 @@ class Watching(ABC):
         """Let the watch, if there is one, know what the body logs and whether it uses the batch's index."""
         watch = self._session.watch
         if watch is None:
-            yield
+            with self._noted_index():
+                yield
             return
         log = self._log
         self._log = self._attributes["log"] = NotedLog(log, watch)
@@ -119,10 +127,10 @@ class Watching(ABC):
 
     @contextmanager
     def _noted_index(self) -> Iterator[None]:
-        """Let the watch, if there is one, know whether the body uses the batch's index."""
-        watch, index = self._session.watch, self._batch_idx
-        if watch is not None:
-            self._batch_idx = NotedIndex(index, watch)
+        """Let whoever watches or records, if anybody, know whether the body uses the batch's index."""
+        counters, index = self._session.counters, self._batch_idx
+        if counters is not None:
+            self._batch_idx = counters.stand_in("batch_idx", index)
         try:
             yield
         finally:
@@ -133,6 +141,8 @@ class Watching(ABC):
         session, around = self._session, self._surroundings
         earlier = entry.observations[0] if entry.observations else None
         known = len(session.reach)
+        logged = self._n_logged()
+        self._items.look_again()
         self._results.commit()
         seen = Observation(
             self._module,
@@ -140,6 +150,7 @@ class Watching(ABC):
             [tensor for tensor in self._inputs(entry) if tensor is not None],
             looks=self._looks(),
             reach=session.reach,
+            counters=self._counters(),
             find_lines=earlier is not None and bool(earlier.changes),
         )
         counts = around.metric_counts()
@@ -148,7 +159,7 @@ class Watching(ABC):
         leaves = [] if self._users_between else [leaf for leaf in self._tensor_leaves if not leaf.requires_grad]
         session.watch = seen.watch
         try:
-            with self._recordable():
+            with self._recordable(), self._counting(seen.counters):
                 seen.run(lambda: self._eagerly(region), lambda: [*self._handed_over(), *(leaf.grad for leaf in leaves)])
         finally:
             session.watch = None
@@ -156,6 +167,7 @@ class Watching(ABC):
         session.epoch_in_key = session.epoch_in_key or seen.watch.epoch_read
         seen.reasons += [part.refusal for part in self._inside if part.refusal is not None]
         seen.reasons += self._reasons_against(seen)
+        seen.reasons += self._kept_counters(seen.counters)
         if batch_parts(self._batch) != batch:
             what = "the step takes something out of the batch or puts something in, which a replay would not"
             seen.reasons.append(FallbackReason(code="python-state", message=what))
@@ -163,18 +175,69 @@ class Watching(ABC):
             if metric.is_tensor and metric._update_count != count:
                 what = f"self.log({metric.meta.name!r}, ..., enable_graph=True) keeps the graph of every step"
                 seen.reasons.append(FallbackReason(code="logged-graph", message=what))
+        learned = self._learn_conditions(seen)
+        if learned:  # then it was the first step of its kind, in which things come into being
+            entry.observations.clear()
+        elif self._n_logged() > logged and entry.first_logs < MAX_FIRST_LOGS:  # Lightning has more to do then
+            entry.first_logs += 1
+        else:
+            self._keep_seen(entry, earlier, seen)
+        if learned or not seen.attributes <= session.attributes or len(session.reach) > known:
+            session.attributes |= seen.attributes
+            self._fingerprints.look_again()
+            outcomes = session.conditions.outcomes(seen.counters.values)
+            session.move(self._key, (self._fingerprints.current(), outcomes, *self._key[2:]))
+
+    def _n_logged(self) -> int:
+        """Return how many names were logged in this epoch."""
+        return 0 if self._log is None else len(self._log)
+
+    def _keep_seen(self, entry: Entry, earlier: Observation | None, seen: Observation) -> None:
         entry.observations.append(seen)
         if earlier is not None:
-            session.refuse(entry, list(obstacles(earlier, seen)))
+            self._session.refuse(entry, list(obstacles(earlier, seen)))
             entry.carried, entry.updates = Carried(self._module, seen.carried), seen.updates
             earlier.release()
             seen.release()
         elif not seen.changes:  # otherwise the lines are to be found first
-            session.refuse(entry, list(dict.fromkeys(seen.reasons)))
-        if not seen.attributes <= session.attributes or len(session.reach) > known:
-            session.attributes |= seen.attributes
-            self._fingerprints.look_again()
-            session.move(self._key, (self._fingerprints.current(), *self._key[1:]))
+            self._session.refuse(entry, list(dict.fromkeys(seen.reasons)))
+
+    def _counters(self, known: Conditions | None = None) -> Counters:
+        """Return what hands out the counters of the step that begins; see `Counters`."""
+        values = {"batch_idx": self._batch_idx, "global_step": self._trainer.global_step}
+        return Counters(values, type(self)._through.__code__, known)
+
+    @contextmanager
+    def _counting(self, counters: Counters) -> Iterator[None]:
+        """Let the body find `counters`.
+
+        Raises:
+            CounterReadError: The body is recorded and uses a counter in a way that no replay can repeat.
+        """
+        self._session.counters = counters
+        try:
+            with counters.listening():
+                yield
+        finally:
+            self._session.counters = None
+            counters.check()
+
+    def _learn_conditions(self, seen: Observation) -> bool:
+        """Make what a step asked of counters part of the key; return whether anything of it is new."""
+        refusal = seen.counters.too_many(self._session.conditions)
+        if refusal is not None:
+            seen.reasons.append(refusal)
+            return False
+        return self._session.conditions.learn(seen.counters.conditions)
+
+    def _kept_counters(self, counters: Counters) -> Iterator[FallbackReason]:
+        """Yield a reason for each counter that the step returned; put integers in the places of those that it left."""
+        for counter in counters_in(pytree.tree_leaves(self._output)):
+            yield counters.reason(counter.number, NOWHERE)
+            self._output = pytree.tree_map(plain, self._output)
+        for _, module, name, value in attributes(self._module):
+            if is_counter(value):
+                module.__dict__[name] = plain(value)
 
     @contextmanager
     def _recordable(self) -> Iterator[None]:

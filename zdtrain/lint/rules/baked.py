@@ -34,7 +34,8 @@ class StepCounter(CaptureRule):
     ```
 
     ## When to allow
-    In a module that is never captured: zdtrain runs such a step eagerly and says why.
+    Where the counter is only compared with constants, as in `if batch_idx % 100 == 0`: such a step has a program for
+    each outcome. And in a module that is never captured: zdtrain runs such a step eagerly and says why.
     """
 
     code = "ZD201"
