@@ -194,7 +194,7 @@ def run(plan: Plan) -> CheckReport:
             trainer = make_trainer(
                 plan.trainer_options, [observer, *callbacks], plan.num_steps, plan.num_validation_steps
             )
-            trainer.recorder = observer.recorder
+            trainer.recorder, trainer.counters = observer.recorder, observer.counters
             error = _fit(trainer, plan)
             if error is None and not observer.steps:
                 raise ConfigError("check: no training step ran, because the training loader gave no batch")

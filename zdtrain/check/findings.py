@@ -135,7 +135,7 @@ _ALL = (
     ),
     Code(
         name="step-counter",
-        title="the step looks at batch_idx or global_step, which a capture freezes",
+        title="the step uses batch_idx or global_step as a number, which a capture freezes; comparisons are fine",
         remedy="use self.trainer.scalars.global_step, a 0-D tensor, or decide in on_train_batch_start/end",
         blocks=True,
     ),

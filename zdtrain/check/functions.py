@@ -13,6 +13,7 @@ from zdtrain.check.recorder import Recorder
 from zdtrain.check.tensor import DEVICE, HOST, alias_on_host, is_shadow, move, target_of, to_plain, to_shadow
 from zdtrain.check.trace import flatten
 from zdtrain.source.location import Location
+from zdtrain.step.counters import counters_in
 
 Function = Callable[..., Any]
 
@@ -84,6 +85,8 @@ class FunctionMode(TorchFunctionMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        for counter in counters_in((args, kwargs)):
+            counter.counters.refuse(counter.number)
         special = self._special.get(func)
         if special is not None:
             return special(func, args, kwargs)

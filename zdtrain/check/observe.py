@@ -25,6 +25,8 @@ from zdtrain.errors import FallbackReason
 from zdtrain.scalars import DeviceScalars
 from zdtrain.source.definitions import line_matching, method_location
 from zdtrain.source.location import Location, expression, frame_kind
+from zdtrain.step.conditions import Condition, Number
+from zdtrain.step.counters import Counters
 from zdtrain.step.optimizers import outside_reason
 
 WRAPPED = frozenset({"training_step", "validation_step", "on_after_batch_transfer", "on_train_batch_end", "log"})
@@ -49,30 +51,36 @@ class Step:
     """Bytes of those."""
 
 
-class _ObservedIndex(int):
-    """A batch index that notes when the user's code looks at it."""
+class ObservedCounters(Counters):
+    """Notes the uses of batch_idx and global_step that a captured step would not serve.
 
-    recorder: Recorder
+    Args:
+        recorder: Takes the notes.
+    """
 
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__({}, recorder.boundary)
+        self._recorder = recorder
 
-def _noting(name: str) -> Callable[..., Any]:
-    operation = getattr(int, name)
+    def start(self, batch_idx: int, global_step: int) -> None:
+        """Begin a step."""
+        self.values = {"batch_idx": batch_idx, "global_step": global_step}
+        self.conditions.clear()
 
-    @functools.wraps(operation)
-    def method(self: _ObservedIndex, *args: Any) -> Any:
-        note_counter(self.recorder, "step-counter", "batch_idx", depth=2)
-        return operation(self, *args)
+    def answers(self) -> frozenset[tuple[Condition, bool]]:
+        """Return what the step asked, and the answers: a captured step has a program for each set of them."""
+        return frozenset((condition, condition.holds(self.values)) for condition in self.conditions)
 
-    return method
+    def _place(self) -> Location | None:
+        recorder = self._recorder
+        if not recorder.is_listening or recorder.hook() not in IN_STEP:
+            return None
+        place = recorder.locate()
+        return place if place.is_user else None
 
-
-for _name in (
-    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__mod__", "__rmod__", "__floordiv__"),
-    *("__rfloordiv__", "__truediv__", "__rtruediv__", "__pow__", "__rpow__", "__divmod__", "__neg__", "__and__"),
-    *("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__bool__", "__int__", "__float__", "__index__"),
-    *("__hash__", "__repr__", "__str__", "__format__"),
-):
-    setattr(_ObservedIndex, _name, _noting(_name))
+    def refuse(self, number: Number) -> None:
+        """Take a note."""
+        self._recorder.note("step-counter", f"{number} as a number")
 
 
 def note_counter(recorder: Recorder, code: str, name: str, *, depth: int) -> None:
@@ -91,6 +99,7 @@ class ObservedTrainer(Trainer):
     """Stock Lightning's Trainer, whose counters note when a step looks at them."""
 
     recorder: Recorder | None = None
+    counters: "ObservedCounters | None" = None
     device_scalars: DeviceScalars
     uses_scalars = False
 
@@ -103,9 +112,8 @@ class ObservedTrainer(Trainer):
     @property
     def global_step(self) -> int:
         """Optimizer steps taken."""
-        if self.recorder is not None:
-            note_counter(self.recorder, "step-counter", "global_step", depth=2)
-        return super().global_step
+        value: int = super().global_step
+        return value if self.counters is None else self.counters.read("global_step", value)
 
     @property
     def current_epoch(self) -> int:
@@ -151,6 +159,7 @@ class Observer(Callback):
         self._first_born = 0
         self._batch_signature: object = None
         self._before: tuple[state.Fingerprint, dict[str, tuple[int, int]]] | None = None
+        self.counters = ObservedCounters(self.recorder)
 
     # ---- wrappers around the module's methods
     @contextlib.contextmanager
@@ -177,15 +186,16 @@ class Observer(Callback):
     def _wrap_step(self, name: str, after: Callable[[Any], Any]) -> Callable[..., Any]:
         original = getattr(self.module, name)
         names = list(inspect.signature(original).parameters)
-        position = names.index("batch_idx") if "batch_idx" in names else None
+        position = names.index("batch_idx") if "batch_idx" in names else len(names)
 
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
             self._before = self._snapshot()
+            takes_index = position < len(args)
+            self.counters.start(args[position] if takes_index else 0, self.module.trainer.global_step)
             self._batch_signature = _signature(args[0]) if args else None
-            if position is not None and position < len(args):
-                index = _ObservedIndex(args[position])
-                index.recorder = self.recorder
+            if takes_index:
+                index = self.counters.stand_in("batch_idx", args[position])
                 args = (*args[:position], index, *args[position + 1 :])
             trainer = self.module.trainer
             options, schedules = group_options(trainer.optimizers), schedule_states(trainer, self.module)
@@ -329,7 +339,7 @@ class Observer(Callback):
         self.steps.append(
             Step(
                 stage=stage,
-                signature=(self._batch_signature, phase),
+                signature=(self._batch_signature, phase, self.counters.answers()),
                 operations=[op for op in self.device.operations if op.context.hook in IN_STEP],
                 num_tensors=len(self.device.born) - self._first_born,
                 num_bytes=self.device.made_bytes,

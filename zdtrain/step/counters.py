@@ -56,12 +56,12 @@ class Counters:
     """Hands out the counters of one step, and hears what it asks of them.
 
     Args:
-        values: The counters as the step begins.
+        values: The counters as the step begins; one that is not there does not change in it.
         boundary: Code of the function that drives the step.
         known: Where the step is recorded, the conditions in its key: anything else is an error.
     """
 
-    def __init__(self, values: Mapping[str, int], boundary: CodeType, known: Conditions | None = None) -> None:
+    def __init__(self, values: Mapping[str, int], boundary: CodeType | None, known: Conditions | None = None) -> None:
         self.values = values
         self.conditions: dict[Condition, Location] = {}
         self.reasons: list[FallbackReason] = []
@@ -80,7 +80,7 @@ class Counters:
 
     def stand_in(self, name: str, value: int) -> Any:
         """Return what the step gets for a counter that is `value` now."""
-        number, passed = Number(name), value - self.values[name]
+        number, passed = Number(name), value - self.values.get(name, value)
         return self._made(value, number.after("{} + {}", passed) if passed else number)
 
     def read(self, name: str, value: int) -> Any:

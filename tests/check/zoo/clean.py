@@ -164,6 +164,16 @@ class Validated(Base):
         self.log("val_accuracy", (logits.argmax(1) == y).float().mean())
 
 
+class AsksCounters(Base):
+    """Decides by the loop's counters."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if (batch_idx + 1) % 3 == 0:
+            loss = 2 * loss
+        return loss if self.global_step < 1000 else loss * 0.5
+
+
 class MovingAverageInPlace(Base):
     """State in buffers, changed in place; a counter on the device."""
 
@@ -347,6 +357,7 @@ CASES = [
     Case(make=GradientPenalty),
     Case(make=LoggedMetrics, trainer_options={"precision": "bf16-mixed"}),
     Case(make=Validated, trainer_options={"accumulate_grad_batches": 2}),
+    Case(make=AsksCounters),
     Case(make=MovingAverageInPlace),
     Case(make=DeviceRandomness),
     Case(make=MaskedLoss),

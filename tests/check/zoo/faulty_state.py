@@ -23,13 +23,13 @@ FIXABLE = "capturable with changes"
 class UsesBatchIndex(Base):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
-        return loss * (0.5 if batch_idx % 100 == 99 else 1.0)  # fault
+        return loss / (1 + batch_idx)  # fault
 
 
 class UsesGlobalStep(Base):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
-        if self.global_step > 1000:  # fault
+        if self.global_step / 1000 > 1:  # fault
             loss = loss * 0.5
         return loss
 
@@ -37,7 +37,7 @@ class UsesGlobalStep(Base):
 class UsesTrainerGlobalStep(Base):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
-        return loss if self.trainer.global_step < 1000 else loss * 0.5  # fault
+        return loss / (1 + self.trainer.global_step // 1000)  # fault
 
 
 class UsesEpoch(Base):
