@@ -129,6 +129,19 @@ def test_a_full_disk_warns_once(tmp_path):
         writer.add(record(1, m=0.0))
 
 
+def test_a_document_that_does_not_fit_leaves_the_last_one_and_no_scratch_file(tmp_path):
+    code = (
+        "import resource, sys; from pathlib import Path; from zdtrain.records.writer import RunWriter\n"
+        "writer = RunWriter(Path(sys.argv[1])); writer.text('config.yaml', 'old')\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); writer.text('config.yaml', 'x' * 1000)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
+    assert "RecordWarning: cannot write the run folder" in done.stderr
+    assert (tmp_path / "config.yaml").read_text() == "old"
+    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
 def test_a_run_that_goes_on_behind_its_last_row_says_which_are_missing(tmp_path):
     folder = create_run_folder(tmp_path, "gap")
     for first in (0, 5):

@@ -90,8 +90,12 @@ class RunWriter:
             target = self.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             scratch = target.with_name(f".{target.name}.tmp")
-            scratch.write_text(content, encoding="utf-8")
-            scratch.replace(target)
+            try:
+                scratch.write_text(content, encoding="utf-8", errors="backslashreplace")
+                scratch.replace(target)
+            except OSError:
+                scratch.unlink(missing_ok=True)  # a full disk needs the room
+                raise
 
         self._guard(replace)
 
