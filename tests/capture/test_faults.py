@@ -205,6 +205,7 @@ def broken(*args, **kwargs):
     [
         "zdtrain.step.fingerprints.Fingerprints.current",
         "zdtrain.step.capturing.signature",
+        "zdtrain.step.guarded.python_state",
         "zdtrain.step.watch.Watch.__torch_dispatch__",
         "zdtrain.step.watching.Observation",
         "zdtrain.step.watching.obstacles",

@@ -42,23 +42,25 @@ class Guarded(Watching):
         if before is None:
             self._eagerly(region)
             return
-        state, ran = self._host_state(), []
+        state, passed = None, []
 
         def run() -> None:
+            passed.append("start")
             region()
-            ran.append(True)
+            passed.append("end")
 
         try:
+            state = self._host_state()
             self._watch(entry, run)
         except Exception as error:  # out of the watch, or of the step: then it comes again below
-            if not ran and self._host_state() != state:
+            if passed == ["start"] and self._host_state() != state:
                 error.add_note('zdtrain watched this step in order to capture it; capture="off" does not')
                 raise
             reason = failure("watching the step failed", error)
         else:
             return
         self._session.fail(entry, reason)
-        if not ran:
+        if "end" not in passed:
             before.take_back()
             self._batch, session.steps_eager = batch, counted
             self._eagerly_with_room(region, before)
