@@ -19,9 +19,9 @@ class Rounded:
         tensor: bfloat16 or float16.
 
     Example:
-        >>> half, decay = torch.ones((), dtype=torch.bfloat16), torch.tensor(0.996)
-        >>> half * decay == half * 0.996, (Rounded(half) * decay).tensor == half * 0.996
-        (tensor(True), tensor(True))
+        >>> half, decay = torch.full((1,), 3.0, dtype=torch.bfloat16), torch.tensor(0.999)
+        >>> (Rounded(half) * decay).tensor == half * 0.999
+        tensor([True])
     """
 
     def __init__(self, tensor: Tensor) -> None:
