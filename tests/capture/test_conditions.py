@@ -166,6 +166,35 @@ def test_every_other_use_of_a_counter_keeps_the_step_eager_and_is_named(tmp_path
     assert run.report.steps_replayed == 0
 
 
+def test_what_a_counter_is_compared_with_may_change(tmp_path):
+    class Shrinks(type("Asks", (Sometimes,), {"asks": SERVED["last"]})):
+        def train_dataloader(self):
+            return batches(18 - 3 * self.trainer.current_epoch)
+
+    runs = [
+        fit(tmp_path, Shrinks, capture, loader=lambda: None, reload_dataloaders_every_n_epochs=1, max_epochs=4)
+        for capture in ("off", "graph")
+    ]
+    assert_same(*runs)
+    assert not codes(runs[1])
+    assert runs[1].report.steps_replayed > 20
+
+
+@pytest.mark.usefixtures("device_graphs")
+@pytest.mark.parametrize("name", ["float on the left", "repetitions"])
+def test_a_device_graph_is_not_captured_of_a_counter_that_is_read_in_c(tmp_path, name):
+    run = both(tmp_path, type("Weighs", (ByBatch,), {"weight": REFUSED[name]}), loader=loader, max_epochs=2)
+    assert codes(run) == {"batch-idx"}
+    assert run.report.steps_replayed == 0
+
+
+@pytest.mark.usefixtures("device_graphs")
+def test_device_graphs_serve_conditions(tmp_path):
+    run = both(tmp_path, served(SERVED["every fifth"]), loader=loader, max_epochs=3)
+    assert not codes(run)
+    assert [program.replays > 0 for program in run.report.programs] == [True, True]
+
+
 class Keeps(Classifier):
     def training_step(self, batch, batch_idx):
         self.last = batch_idx  # trap

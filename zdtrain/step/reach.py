@@ -31,7 +31,14 @@ from zdtrain.step.key import content, frozen, is_users
 from zdtrain.step.watch import Watch, reason_at
 
 # Attributes of the Trainer that a program may hold by value.
-SERVED = frozenset({"is_last_batch", "should_stop", "sanity_checking", "validating", "testing", "datamodule"})
+SERVED = frozenset(
+    {
+        *("is_last_batch", "should_stop", "sanity_checking", "validating", "testing", "datamodule"),
+        *("num_training_batches", "num_val_batches", "num_test_batches", "estimated_stepping_batches"),
+        *("max_epochs", "max_steps", "accumulate_grad_batches", "log_every_n_steps", "val_dataloaders"),
+        "test_dataloaders",
+    }
+)
 # Attributes of it, its loops and schedulers that are others in every step.
 REFUSED = frozenset(
     {
