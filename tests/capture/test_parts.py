@@ -16,7 +16,9 @@ from torch._subclasses import FakeTensorMode
 from zdtrain.config import TrainerOptions
 from zdtrain.device import runtime_for
 from zdtrain.errors import ConfigError
-from zdtrain.step.key import fingerprint, flatten_batch, frozen, signature, unflatten_batch
+from zdtrain.step.frozen import frozen
+from zdtrain.step.key import flatten_batch, signature, unflatten_batch
+from zdtrain.step.modules import fingerprint
 from zdtrain.step.program import LeastRecentlyUsed
 from zdtrain.step.reach import Reach
 from zdtrain.step.session import MAX_PROGRAMS, CaptureSession

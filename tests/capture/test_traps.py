@@ -1,7 +1,7 @@
 """What a recording would get wrong trains right anyway, and is named with its line."""
 
+import contextvars
 import logging
-import os
 import random
 
 import numpy as np
@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from .runs import CLASSES, FEATURES, Classifier, batches, both, codes, fit, trap_line
 
 LOSSES = []
+UNSEEN = contextvars.ContextVar("UNSEEN")  # what it holds is known to C only
 
 
 class Deterministic(Classifier):
@@ -508,15 +509,15 @@ def test_the_gradient_of_an_input_does_not_keep_a_step_from_being_captured(tmp_p
     assert both(tmp_path, Net).report.steps_replayed >= 39
 
 
-def test_an_option_set_once_in_a_while_is_found_by_the_next_epochs_comparison(tmp_path, monkeypatch):
+def test_an_option_set_once_in_a_while_is_found_by_the_next_epochs_comparison(tmp_path):
     class Net(Deterministic):
         def training_step(self, batch, batch_idx):
-            if os.environ["EPOCH"] == "2":
+            if UNSEEN.get() == 2:
                 self.optimizers().param_groups[0]["lr"] = 0.01
             return self.loss(batch)
 
         def on_train_epoch_start(self):
-            monkeypatch.setenv("EPOCH", str(self.trainer.current_epoch))
+            UNSEEN.set(self.trainer.current_epoch)
 
     assert "lr-replaced" in codes(both(tmp_path, Net))
 
@@ -545,13 +546,13 @@ def test_replacing_gradients_between_steps_is_heeded(tmp_path):
     assert run.report.steps_replayed > 20
 
 
-def test_what_no_watch_sees_is_found_by_the_next_epochs_comparison(tmp_path, monkeypatch):
+def test_what_no_watch_sees_is_found_by_the_next_epochs_comparison(tmp_path):
     class Net(Deterministic):
         def training_step(self, batch, batch_idx):
-            return self.loss(batch) * float(os.environ["FACTOR"])
+            return self.loss(batch) * UNSEEN.get()
 
         def on_train_epoch_start(self):
-            monkeypatch.setenv("FACTOR", "1.0" if self.current_epoch < 2 else "0.5")
+            UNSEEN.set(1.0 if self.current_epoch < 2 else 0.5)
 
     run = both(tmp_path, Net)
     (program,) = run.report.programs

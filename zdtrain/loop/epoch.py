@@ -109,7 +109,8 @@ class EpochLoop(_TrainingEpochLoop):
         if plan is None or (self.restarting and (monitoring is None or self._resumes_validation(data_fetcher))):
             super().advance(data_fetcher)
             return
-        self.val_loop.restarting = False
+        if self.val_loop.restarting:
+            self.val_loop.restarting = False
         progress = self.batch_progress
         batch_idx = progress.current.ready
         if monitoring is not None and batch_idx % self.trainer.accumulate_grad_batches == 0:

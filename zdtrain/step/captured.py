@@ -1,6 +1,6 @@
 """The training step as a captured program, with its gradients, its accumulation window and its optimizer."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -10,13 +10,15 @@ from torch import Tensor
 from zdtrain.errors import FallbackReason
 from zdtrain.step.capturing import Capturing
 from zdtrain.step.eager import EagerStep
-from zdtrain.step.fingerprints import Fingerprints
+from zdtrain.step.fingerprints import Fingerprint, Fingerprints
+from zdtrain.step.guards import Guards
 from zdtrain.step.handed import InsideByRule, steps_outside
 from zdtrain.step.hooks import Hooks
 from zdtrain.step.host import HostLooks, looks_of
 from zdtrain.step.items import BatchItems
 from zdtrain.step.observe import Observation
 from zdtrain.step.obstacles import HOOKS_INSIDE, changes_between_steps, hooks_inside
+from zdtrain.step.optimizers import guard_way
 from zdtrain.step.program import Part
 from zdtrain.step.recording import Recording
 from zdtrain.step.scaled import takes_scale
@@ -37,6 +39,7 @@ class CapturedStep(Capturing, EagerStep):
     """
 
     _surroundings: TrainingSurroundings
+    _words = (*Capturing._words, "place", "optimizers", "loss scaling", "gradient_clip_val", "gradient_clip_algorithm")
     _needs_loss = True
     _outside: tuple[FallbackReason, ...] = ()  # what else keeps it from being captured
     _drops_gradients = True  # whether the first batch of a window does not need the gradients of the last
@@ -48,10 +51,8 @@ class CapturedStep(Capturing, EagerStep):
         self._items = BatchItems(trainer.lightning_module, "training_step")
         super().__init__(trainer, hooks)
         self._users_between = changes_between_steps(self._module, trainer.callbacks)  # type: ignore[attr-defined]
-        validation = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
-        self._fingerprints = Fingerprints(
-            self._module, session, every_step=self._users_between, interruptions=lambda: validation.ready
-        )
+        self._fingerprints = Fingerprints(self._module, session)
+        self._updates = Fingerprint(session.updates, self._look_at_updates, self._guard_updates)
 
     @property
     def session(self) -> CaptureSession:
@@ -77,6 +78,7 @@ class CapturedStep(Capturing, EagerStep):
 
     def _surround(self, optimizers: list[torch.optim.Optimizer], updates_by_hand: Any = None) -> None:
         own = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        self._optimizer_ids = tuple([id(optimizer) for optimizer in optimizers])
         everything = {id(p): p for p in (*own, *self._module.parameters())}
         zero_grad = self._progress.zero_grad
         self._surroundings = TrainingSurroundings(
@@ -103,40 +105,61 @@ class CapturedStep(Capturing, EagerStep):
         finally:
             self._let_go()
 
-    def _follow_optimizers(self) -> None:
-        super()._follow_optimizers()
-        if self._users_between and any(self._session.is_new(one) for one in self._surroundings.optimizers):
+    @property
+    def updates(self) -> int:
+        """The number that stands for what a program would hold by value of the optimizers."""
+        return self._updates.current()
+
+    def _look_at_updates(self) -> Hashable:
+        if any(self._session.is_new(one) for one in self._surroundings.optimizers):
             self._use(self._optimizer)
+        return tuple([part.key() for part in self._inside])
+
+    def _guard_updates(self, guards: Guards) -> None:
+        guards.hold(vars(self), "_inside", meaning=id)
+        for optimizer in self._surroundings.optimizers:
+            guard_way(guards, optimizer)
+        for part in self._inside:
+            part.guard(guards)
 
     def _entry_of(self, batch: Any, batch_idx: int, accumulate: bool) -> Entry | None:
         reasons = self._outside
-        if HOOKS_INSIDE - self._hooks.nobody:
+        if not self._hooks.nobody >= HOOKS_INSIDE:
             callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
             reasons = (*reasons, *hooks_inside(self._module, callbacks, self._hooks))
-        for reason in reasons:
-            self._session.note(reason)
-        if reasons or not self._knows_updates():
+        if reasons:
+            for reason in reasons:
+                self._session.note(reason)
             return None
-        window = self._trainer.accumulate_grad_batches
-        first, divisor = batch_idx % window == 0, self._optimization.divisor(batch_idx)
-        place = batch_idx % window if self._trainer.num_training_batches == float("inf") else None
-        parameters = self._surroundings.parameters
+        if not self._knows_updates():
+            return None
+        trainer = self._trainer
+        place = self._place(batch_idx, accumulate) if trainer.accumulate_grad_batches > 1 else ALONE
         return self._look_up(
             batch,
             batch_idx,
-            lambda: place_in_window(first, accumulate, divisor),
-            {
-                "place": PlaceKey(
-                    (first, accumulate, divisor, place),
-                    tuple([p.grad is None for p in parameters]) if window > 1 or self._zeroes_its_own_way else None,
-                    None if accumulate else tuple([part.key() for part in self._inside]),
-                ),
-                "optimizers": tuple([id(optimizer) for optimizer in self._surroundings.optimizers]),
-                "loss scaling": None if self._scaling is None else self._scaling.key(),
-                "gradient_clip_val": self._trainer.gradient_clip_val,
-                "gradient_clip_algorithm": self._trainer.gradient_clip_algorithm,
-            },
+            place.__str__,
+            PlaceKey(
+                place,
+                tuple([p.grad is None for p in self._surroundings.parameters]) if self._heeds_gradients else None,
+                None if accumulate else self.updates,
+            ),
+            self._optimizer_ids,
+            None if self._scaling is None else self._scaling.key(),
+            trainer.gradient_clip_val,
+            trainer.gradient_clip_algorithm,
         )
+
+    @property
+    def _heeds_gradients(self) -> bool:
+        """Whether a step does other things where a parameter has no gradient yet."""
+        return self._zeroes_its_own_way or self._trainer.accumulate_grad_batches > 1
+
+    def _place(self, batch_idx: int, accumulate: bool) -> "Place":
+        window = self._trainer.accumulate_grad_batches
+        is_open = self._trainer.num_training_batches == float("inf")
+        index = batch_idx % window
+        return Place(index == 0, accumulate, self._optimization.divisor(batch_idx), index if is_open else None)
 
     def _knows_updates(self) -> bool:
         """Return whether it is settled how a loss scaler holds updates back; programs leave out what waits for it."""
@@ -147,7 +170,7 @@ class CapturedStep(Capturing, EagerStep):
             if not update.is_known:
                 return False
             if update.reads is not None:
-                self._inside = []
+                self._inside = [] if self._inside else self._inside
                 self._session.note(FallbackReason(code="scaler-on-host", message=update.reads))
         return True
 
@@ -200,8 +223,8 @@ class CapturedStep(Capturing, EagerStep):
         with self._noted_index():
             super()._zero_grad()
 
-    def _replay(self, entry: Entry, recording: Recording) -> None:
-        super()._replay(entry, recording)
+    def _replay(self, entry: Entry, recording: Recording, inputs: list[Tensor | None]) -> None:
+        super()._replay(entry, recording, inputs)
         self._ran = True
 
     @property
@@ -225,20 +248,35 @@ class CapturedStep(Capturing, EagerStep):
         return self._surroundings.n_trained if drops and self._drops_gradients else 0
 
 
+class Place(NamedTuple):
+    """A batch's place in its accumulation window."""
+
+    is_first: bool
+    accumulates: bool
+    """Whether it is not the last."""
+    divisor: int
+    """What the loss is divided by."""
+    number: int | None
+    """Its number in the window, where it is not known how many batches the epoch has."""
+
+    def __str__(self) -> str:
+        if self == ALONE:
+            return ""
+        part = "middle" if self.accumulates else "last"
+        if self.is_first:
+            part = "first" if self.accumulates else "only"
+        return f"{part} batch of {self.divisor}"
+
+
+ALONE = Place(is_first=True, accumulates=False, divisor=1, number=None)
+
+
 class PlaceKey(NamedTuple):
     """What a step's place in its accumulation window decides."""
 
-    place: tuple[Any, ...]
-    """First of its window, not the last, divisor of the loss, and the number where the epoch's end is not known."""
+    place: "Place"
+    """Where in the window it is."""
     without_gradient: tuple[bool, ...] | None
     """Which parameters have no gradient yet; None where that is clear."""
-    updates: tuple[Any, ...] | None
-    """What a program would hold by value of the optimizers; None where they do not step."""
-
-
-def place_in_window(first: bool, accumulates: bool, divisor: int) -> str:
-    """Return a batch's place in its accumulation window in words; nothing where windows hold one batch."""
-    if divisor == 1 and first and not accumulates:
-        return ""
-    part = "only" if first and not accumulates else "first" if first else "middle" if accumulates else "last"
-    return f"{part} batch of {divisor}"
+    updates: int | None
+    """See `CapturedStep.updates`; None where the optimizers do not step."""

@@ -1,6 +1,6 @@
 """The life of a step's programs: warm up on real batches, watch, record, verify, replay."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -12,8 +12,8 @@ from zdtrain.step.counters import CounterReadError
 from zdtrain.step.graph import GraphProgram, LoweredGraphProgram, capture_graph
 from zdtrain.step.guarded import Guarded
 from zdtrain.step.host import change_reasons
-from zdtrain.step.key import changing_leaf, describe, flatten_batch, signature, torch_modes, unflatten_batch
-from zdtrain.step.naming import CONDITIONS, MODULE
+from zdtrain.step.key import changing_leaf, describe, flatten_batch, unflatten_batch
+from zdtrain.step.naming import CONDITIONS, LAYOUT, MODULE
 from zdtrain.step.program import Part, Program
 from zdtrain.step.recording import Recorder, Recording
 from zdtrain.step.rollback import Rollback
@@ -31,55 +31,44 @@ class Capturing(Guarded):
     through `_through`, which leaves what the step made in `_loss` and `_output`.
     """
 
-    _layout: tuple[Hashable, ...] = ()  # of the batch before
+    _words: tuple[str, ...] = (MODULE, CONDITIONS, LAYOUT, "epoch")
+    """What the parts of a key stand for."""
 
     def _n_unread(self) -> int:
         """Return how many of the gradients, from the first on, the step drops without reading them."""
         return 0
 
-    def _look_up(
-        self, batch: Any, batch_idx: int, name: Callable[[], str], more: Mapping[str, Hashable]
-    ) -> Entry | None:
+    def _look_up(self, batch: Any, batch_idx: int, name: Callable[[], str], *more: Hashable) -> Entry | None:
         """Return what is known of steps like this one; None, with a reason noted, where none can be captured.
 
         Args:
             batch: The batch.
             batch_idx: Its index.
             name: Says in words what else tells steps apart.
-            more: What else does, by what it stands for.
+            more: What else does; `_words` say what it stands for.
         """
         number = self._fingerprints.current()
-        for reason in self._fingerprints.obstacles:
-            self._session.note(reason)
         if self._fingerprints.obstacles:
+            for reason in self._fingerprints.obstacles:
+                self._session.note(reason)
             return None
-        kept = self._items.kept(batch)
+        session, kept = self._session, self._items.kept(batch)
         leaves, structure = flatten_batch(kept)
         self._tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         try:
-            layout = signature(leaves)
+            layout = session.layouts.number(leaves, structure)
         except TypeError as error:
-            self._session.note(
+            session.note(
                 FallbackReason(code="batch-type", message=f"the batch holds a {error}, which is no tensor or number")
             )
             return None
-        outcomes = self._outcomes(batch_idx)
-        self._key = (
-            number,
-            outcomes,
-            structure if isinstance(structure, type) else str(structure),
-            layout,
-            self._trainer.current_epoch if self._session.epoch_in_key else None,
-            torch_modes(),
-            *more.values(),
-        )
-        words = (
-            *(MODULE, CONDITIONS, "structure of the batch", "layout of the batch", "epoch", "modes of torch"),
-            *more,
-        )
-        before, self._layout = self._layout, layout
-        return self._session.entry(
-            self._key, lambda: describe(leaves, name()), words, lambda: changing_leaf(kept, before)
+        epoch = self._trainer.current_epoch if session.epoch_in_key else None
+        self._key = (number, self._outcomes(batch_idx), layout, epoch, *more)
+        return session.entry(
+            self._key,
+            lambda: describe(leaves, name()),
+            self._words,
+            lambda: changing_leaf(kept, session.layouts.before),
         )
 
     def _outcomes(self, batch_idx: int, more_steps: int = 0) -> tuple[bool, ...]:
@@ -103,7 +92,7 @@ class Capturing(Guarded):
 
     def _through(self, region: Region, covers: Sequence[Part] = ()) -> None:
         """Run the region: as it is, watched, recorded, compared with its program, or as a replay."""
-        entry, session = self._entry, self._session
+        entry = self._entry
         if entry is None:
             region()
         elif entry.reason is not None:
@@ -115,14 +104,19 @@ class Capturing(Guarded):
             self._look_at(entry, region)
         elif entry.recording is None:
             self._capture(entry, region, covers)
-        elif not self._fits(entry):
-            self._misfit(entry, region)
-        elif session.verify and entry.verified_in != self._round:
-            self._verify(entry, entry.recording, region)
-        elif entry.replays == 0:
-            self._try(entry, entry.recording, region)
         else:
-            self._replay(entry, entry.recording)
+            self._run_recording(entry, entry.recording, region)
+
+    def _run_recording(self, entry: Entry, recording: Recording, region: Region) -> None:
+        inputs = self._fitting(entry, recording)
+        if inputs is None:
+            self._misfit(entry, region)
+        elif self._session.verify and entry.verified_in != self._round:
+            self._verify(entry, recording, inputs, region)
+        elif entry.replays == 0:
+            self._try(entry, recording, inputs, region)
+        else:
+            self._replay(entry, recording, inputs)
 
     def _capture(self, entry: Entry, region: Region, covers: Sequence[Part]) -> None:
         """Record the region while it runs; where that fails, take it back and run it as it is.
@@ -198,10 +192,10 @@ class Capturing(Guarded):
         if entry.carried is not None:
             entry.carried.put({index - last: tensor for index, tensor in tensors.items() if index >= last})
 
-    def _replay(self, entry: Entry, recording: Recording) -> None:
+    def _replay(self, entry: Entry, recording: Recording, inputs: list[Tensor | None]) -> None:
         try:
             recording.prepare()
-            self._loss, self._output = recording.place(recording.run(self._inputs(entry)))
+            self._loss, self._output = recording.place(recording.run(inputs))
         except Exception as error:  # the state may be half written: neither hide it nor go on
             error.add_note(REPLAY_FAILED)
             raise
@@ -210,14 +204,14 @@ class Capturing(Guarded):
         entry.replays += 1
         self._session.steps_replayed += 1
 
-    def _try(self, entry: Entry, recording: Recording, region: Region) -> None:
+    def _try(self, entry: Entry, recording: Recording, inputs: list[Tensor | None], region: Region) -> None:
         """Run a program for the first time, which may lower it; what cannot be lowered runs eagerly."""
         before = self._rollback(entry)
         if before is None:
             self._eagerly(region)
             return
         try:
-            self._replay(entry, recording)
+            self._replay(entry, recording, inputs)
         except Exception as error:  # whatever a compiler cannot do; an error of the step itself comes again below
             reason = failure("running the program failed", error)
         else:
@@ -233,7 +227,7 @@ class Capturing(Guarded):
             entry.recording, entry.misfits = None, 0
         self._eagerly(region)
 
-    def _verify(self, entry: Entry, recording: Recording, region: Region) -> None:
+    def _verify(self, entry: Entry, recording: Recording, inputs: list[Tensor | None], region: Region) -> None:
         """Run the program, take it back, run the region eagerly and compare."""
         session = self._session
         start = perf_counter()
@@ -245,14 +239,14 @@ class Capturing(Guarded):
         exact = session.capture != "compile" and recording.exact
         got = reason = None
         try:
-            outputs = recording.run(self._inputs(entry))
+            outputs = recording.run(inputs)
             if entry.verifications == 0:  # lowering is done at the first run
                 entry.capture_seconds += perf_counter() - start
                 start = perf_counter()
                 reason = session.shared.lack_of_room()
             tensors = self._surroundings.tensors(self._tensor_leaves)
             got = Saved({**tensors, **recording.named(outputs)}, session.runtime)
-            del recording, outputs  # what is given up is to be free
+            del recording, outputs, inputs  # what is given up is to be free
         except Exception as error:  # lowering happens here, and what cannot be lowered runs eagerly
             reason = failure("running the program failed", error)
         before.take_back()

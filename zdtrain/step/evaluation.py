@@ -113,6 +113,7 @@ class CapturedEvaluation(Capturing, EvaluationStep):
         run_number: How often the loop has run.
     """
 
+    _words = (*Capturing._words, "data loader", "grad mode")
     _loss = None
     _inside = ()
 
@@ -135,7 +136,7 @@ class CapturedEvaluation(Capturing, EvaluationStep):
         )
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._users_between = changes_between_steps(self._module, callbacks, hooks)
-        self._fingerprints = Fingerprints(self._module, session, every_step=self._users_between)
+        self._fingerprints = Fingerprints(self._module, session)
         self._grad_mode = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
     def _run(self) -> None:
@@ -153,7 +154,8 @@ class CapturedEvaluation(Capturing, EvaluationStep):
             self._batch,
             self._batch_idx,
             lambda: "" if loader is None else f"data loader {loader}",
-            {"data loader": loader, "grad mode": self._grad_mode},
+            loader,
+            self._grad_mode,
         )
 
     def _evaluation_step(self) -> Any:

@@ -4,8 +4,10 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from zdtrain.step.key import python_state
+from zdtrain.step.modules import python_state
+from zdtrain.step.recording import Recording
 from zdtrain.step.rollback import Rollback
 from zdtrain.step.session import Entry
 from zdtrain.step.shared import failure
@@ -68,14 +70,14 @@ class Guarded(Watching):
     def _host_state(self) -> Any:
         return python_state(self._module), self._looks().states()
 
-    def _fits(self, entry: Entry) -> bool:
-        """Return whether the program may run on what is there now."""
-        assert entry.recording is not None
+    def _fitting(self, entry: Entry, recording: Recording) -> list[Tensor | None] | None:
+        """Return what the program is to run on; None where it can't run on what is there now."""
         try:
-            return entry.recording.fits(self._inputs(entry))
+            inputs = recording.inputs(self._tensor_leaves)
+            return inputs if recording.fits(inputs) else None
         except Exception as error:  # nothing of the step has run yet
             self._session.fail(entry, failure("looking at what the program works on failed", error))
-            return False
+            return None
 
     def _rollback(self, entry: Entry) -> Rollback | None:
         """Return a copy of what the step may change; None, with a reason noted, where that fails."""

@@ -1,6 +1,6 @@
 """Optimizers of torch inside a program: the numbers that they compute in Python are handed over before each run."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zdtrain.device import is_capturing
 from zdtrain.errors import FallbackReason
+from zdtrain.step.frozen import frozen
+from zdtrain.step.guards import Guards
 from zdtrain.step.program import Moved
 from zdtrain.step.rounded import rounded
 from zdtrain.step.rule import Rule
@@ -130,6 +132,10 @@ class InsideByRule:
         ]
         return (tuple(groups), state_key(self._optimizer))
 
+    def guard(self, guards: Guards) -> None:
+        """Let `guards` look at what decides over `key`."""
+        guard_groups(guards, self._optimizer, self._rule.held)
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Put an update that can be recorded in the place of ``optimizer.step``."""
@@ -228,6 +234,28 @@ def state_key(optimizer: Optimizer) -> Hashable:
     params = [id(param) for group in optimizer.param_groups for param in group["params"]]
     states: Any = optimizer.state.values()
     return (*params, len(states), *map(id, chain.from_iterable(map(dict.values, states))))
+
+
+def guard_groups(guards: Guards, optimizer: Optimizer, held: Collection[str] | None = None) -> None:
+    """Let `guards` look at groups, at their options but for learning rates, and at where the state lies.
+
+    Args:
+        guards: The guards.
+        optimizer: The optimizer.
+        held: The options that count by value; of others it counts whether they are zero. None for all.
+    """
+    groups, states = optimizer.param_groups, optimizer.state
+    params = [group["params"] for group in groups]
+    guards.hold(vars(optimizer), "param_groups", meaning=id)
+    guards.hold(vars(optimizer), "state", meaning=id)
+    guards.read(lambda: [*map(id, groups), *map(id, chain.from_iterable(params)), *map(id, states.values())])
+    for group in groups:
+        for name in group.keys() - {"lr", "initial_lr", "param_names"}:
+            meaning = frozen if held is None or name in held else bool
+            guards.hold(group, name, meaning=id if name == "params" else meaning)
+    for state in states.values():
+        for name in state:
+            guards.hold(state, name, meaning=id)
 
 
 class RecordedUpdates:

@@ -7,10 +7,13 @@ from zdtrain.step.report import ProgramReport
 
 MODULE = "state of the module"
 CONDITIONS = "conditions on counters"
+LAYOUT = "layout of the batch"
+_UPDATES = "state of the optimizer"
+_NUMBERED = (MODULE, LAYOUT, _UPDATES)  # parts that are numbers of something
 _FIELDS = {  # of the part of a key that is named by its fields
     "place": "place in the window",
     "without_gradient": "gradients that are there",
-    "updates": "state of the optimizer",
+    "updates": _UPDATES,
 }
 Parts = Mapping[str, Hashable]
 
@@ -57,7 +60,7 @@ def _differences(parts: Parts, alike: Sequence[Parts], change: Callable[[Hashabl
         values = list(dict.fromkeys(other.get(word) for other in alike))
         if len(values) < 2:
             continue
-        if word != MODULE and isinstance(value, int | float | str):
+        if word not in _NUMBERED and isinstance(value, int | float | str):
             yield f"{word} {value}"
             continue
         number = values.index(value)

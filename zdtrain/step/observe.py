@@ -13,7 +13,7 @@ from zdtrain.source.location import Location
 from zdtrain.step.carried import Place, held_tensors, metric_counts, replaced, updates_between
 from zdtrain.step.counters import CounterArguments, Counters
 from zdtrain.step.host import ChangeFinder, HostLooks, change_reasons
-from zdtrain.step.key import attributes, is_metric, python_state
+from zdtrain.step.modules import attributes, is_metric, python_state
 from zdtrain.step.reach import Reach
 from zdtrain.step.reads import AttributeReads
 from zdtrain.step.watch import HostAccess, Watch, difference, reason_at, storage_of

@@ -10,8 +10,8 @@ from zdtrain.errors import FallbackReason
 from zdtrain.source.definitions import class_location, method_location
 from zdtrain.source.location import Location
 from zdtrain.step.hooks import Hooks, callback_hook, overrides
-from zdtrain.step.key import hooks_of, hooks_on
 from zdtrain.step.log import can_replace_log
+from zdtrain.step.modules import HOOKS_EVERYWHERE, hooks_of, hooks_on
 from zdtrain.step.watch import reason_at
 
 HOOKS_INSIDE = frozenset({"on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"})
@@ -35,6 +35,8 @@ def module_obstacles(module: LightningModule) -> Iterator[FallbackReason]:
     """Yield Python code that torch calls in the middle of a step and that a replay would not call."""
     if not can_replace_log(module):
         yield reason_at(method_location(module, "log"), "log-override", f"{type(module).__name__} has a log of its own")
+    for hook in [hook for hooks in HOOKS_EVERYWHERE for hook in hooks.values() if not _is_torchs(hook)]:
+        yield _hook_reason(hook, "every module has a hook")
     for path, part in module.named_modules():
         for hooks in hooks_of(part):
             for hook in hooks.values():

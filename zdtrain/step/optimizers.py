@@ -10,13 +10,15 @@ from torch import Tensor
 from torch.optim import ASGD, LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from zdtrain.errors import FallbackReason
 from zdtrain.optim import SimpleAdam
 from zdtrain.optim.groups import hyperparameter_tensors
 from zdtrain.source.location import frame_kind
-from zdtrain.step.handed import NUMBERS, InsideByRule, rounds_apart, state_key, steps_outside
-from zdtrain.step.key import frozen
+from zdtrain.step.frozen import frozen
+from zdtrain.step.guards import Guards
+from zdtrain.step.handed import NUMBERS, InsideByRule, guard_groups, rounds_apart, state_key, steps_outside
 from zdtrain.step.program import Moved
 from zdtrain.step.updates import RULES
 
@@ -47,6 +49,13 @@ class InsideSimpleAdam:
     def key(self) -> Hashable:
         """Return what a program would hold by value."""
         return (self._optimizer.capture_key(), state_key(self._optimizer))
+
+    def guard(self, guards: Guards) -> None:
+        """Let `guards` look at what decides over `key`."""
+        held = vars(self._optimizer)
+        for name in ("_layout", "_implementation", "skip_nonfinite", "_max_norm", "schedule", "skip_if"):
+            guards.hold(held, name)
+        guard_groups(guards, self._optimizer)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -106,6 +115,10 @@ class InsideWithRate:
         groups = self._optimizer.param_groups
         numbers = tuple([tuple([v for k, v in g.items() if k not in NOT_BAKED]) for g in groups])
         return (numbers, state_key(self._optimizer))
+
+    def guard(self, guards: Guards) -> None:
+        """Let `guards` look at what decides over `key`."""
+        guard_groups(guards, self._optimizer)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -238,6 +251,13 @@ def schedule_state(scheduler: Any) -> Hashable:
 def way_of(optimizer: Optimizer) -> Hashable:
     """Return what decides whether the optimizer's update is one that is known."""
     return (type(optimizer), has_step_hooks(optimizer))
+
+
+def guard_way(guards: Guards, optimizer: Optimizer) -> None:
+    """Let `guards` look at what decides over `way_of`."""
+    guards.hold(vars(optimizer), "step", meaning=id)
+    guards.read(lambda: type(optimizer).step)
+    guards.read(lambda: RemovableHandle.next_id)  # counts every hook that is registered, on whatever
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from zdtrain.errors import FallbackReason
+from zdtrain.step.guards import Guards
 
 Moved = dict[int, Sequence[float]]
 """Values of what the host counts, by id of the parameter that it belongs to."""
@@ -73,6 +74,9 @@ class Part(Protocol):
 
     def key(self) -> Hashable:
         """Return what a program would hold by value."""
+
+    def guard(self, guards: Guards) -> None:
+        """Let `guards` look at what decides over `key`."""
 
     def recording(self) -> AbstractContextManager[None]:
         """Arrange it for watching and recording."""

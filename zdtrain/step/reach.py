@@ -4,12 +4,10 @@ A program holds them by value. Which ones there are is learned while a step is w
 ran; from then on they are part of the key. What has no value to compare (a clock, a loop's counters) is refused.
 """
 
-import argparse
 import builtins
 import cProfile
 import dis
 import gc
-import random
 import sys
 import time
 import types
@@ -18,16 +16,17 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from zdtrain.errors import FallbackReason
 from zdtrain.source.location import NOWHERE, Location, frame_kind
-from zdtrain.step.key import content, frozen, is_users
+from zdtrain.step import roots
+from zdtrain.step.frozen import frozen, is_users
+from zdtrain.step.guards import GONE, Guards
+from zdtrain.step.roots import Root
 from zdtrain.step.watch import Watch, reason_at
 
 # Attributes of the Trainer that a program may hold by value.
@@ -49,23 +48,8 @@ REFUSED = frozenset(
 )
 CLOCKS = frozenset({time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic})
 EFFECTS: dict[Any, str] = {builtins.print: "prints", builtins.open: "opens a file", builtins.input: "waits for input"}
-_CONTAINERS = (list, tuple, dict, set, frozenset, Mapping, np.generic, np.ndarray)
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
-_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
-_NUMBERS = (bool, int, float, str, bytes, type(None))
-_GONE = "gone"
-
-
-@dataclass(frozen=True, slots=True)
-class Root:
-    """One value that is looked at again before every step."""
-
-    label: str
-    """What it is, in words."""
-    place: Location
-    """A line that reads it."""
-    read: Callable[[], Hashable]
-    """Returns something that changes when the value does."""
+MAX_DOTS = 3  # in ``torch.nn.functional.relu``
+ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
 
 
 @dataclass(slots=True)
@@ -104,6 +88,11 @@ class Reach:
     def values(self) -> tuple[Hashable, ...]:
         """Return all of them, comparable by equality."""
         return tuple([root.read() for root in self._roots.values()])
+
+    def guard(self, guards: Guards) -> None:
+        """Let `guards` look at all of them."""
+        for root in self._roots.values():
+            root.guard(guards)
 
     def changes(self, before: Sequence[Hashable], after: Sequence[Hashable]) -> Iterator[FallbackReason]:
         """Yield a reason for each value that is different."""
@@ -146,8 +135,10 @@ class Reach:
         """
         for module, name in reads:
             label = f"{name!r} of a {type(module).__name__} that is held past the module"
-            root = Root(label, NOWHERE, _part_reader(module, name))
-            if root.read() != _GONE:
+            held = vars(module)
+            holders = (held, *(held.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules")))
+            root = Root(label, NOWHERE, roots.part_reader(module, name), holders, name)
+            if root.read() is not GONE:
                 self._roots.setdefault((id(module), name), root)
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -194,25 +185,44 @@ class Reach:
         for name in uses.attributes.keys() & REFUSED:
             what = f"the step reads {name!r}, which is another one in every step and which a replay does not see"
             self._refuse(frame, uses.attributes[name], "trainer-state", what)
+        trainer, lines = self._trainer, {**uses.names, **uses.attributes}
         for name in uses.attributes.keys() & SERVED:
-            line = uses.attributes[name]
-            self._add(("trainer", name), f"trainer.{name}", frame, line, _reader(self._trainer, name))
+            read = roots.attribute_reader(trainer, name)
+            self._add(("trainer", name), f"trainer.{name}", frame, lines[name], read)
+        for name in lines.keys() & ENVIRONMENT:
+            self._add("environment", "a variable of the environment", frame, lines[name], roots.read_environment)
         if "param_groups" in uses.attributes:
-            for index, optimizer in enumerate(self._trainer.optimizers):
+            for index, optimizer in enumerate(trainer.optimizers):
                 label = f"an option of the param_groups of optimizer {index}"
-                line = uses.attributes["param_groups"]
-                self._add(("options", id(optimizer)), label, frame, line, _options_reader(optimizer))
+                read = roots.options_reader(optimizer)
+                self._add(("options", id(optimizer)), label, frame, lines["param_groups"], read)
 
     def _take_global(self, frame: FrameType, line: int, name: str, uses: Uses) -> None:
         scope, value = frame.f_globals, frame.f_globals[name]
-        if not isinstance(value, types.ModuleType):
-            self._add((id(scope), name), f"the global {name!r}", frame, line, _item_reader(scope, name))
-        if isinstance(value, types.ModuleType | type) and is_users(value):
+        if isinstance(value, ModuleType):
+            self._take_module(frame, line, name, value, uses)
+            return
+        read = roots.item_reader(scope, name)
+        self._add((id(scope), name), f"the global {name!r}", frame, line, read, holders=(scope,), name=name)
+        if isinstance(value, type) and is_users(value):
             for attribute in uses.attributes:
-                held = getattr(value, attribute, None)
-                if _is_state(held):
+                if roots.is_state(getattr(value, attribute, None)):
+                    read = roots.attribute_reader(value, attribute)
+                    holders = tuple(vars(kind) for kind in value.__mro__)
                     label = f"{name}.{attribute}"
-                    self._add((id(value), attribute), label, frame, line, _reader(value, attribute))
+                    self._add((id(value), attribute), label, frame, line, read, holders=holders, name=attribute)
+
+    def _take_module(self, frame: FrameType, line: int, path: str, module: ModuleType, uses: Uses) -> None:
+        """Take in the functions that are read of a Python module, and of the user's own modules all values."""
+        names = vars(module)
+        for name in uses.attributes.keys() & names.keys():
+            value, label = names[name], f"{path}.{name}"
+            if isinstance(value, ModuleType):
+                if path.count(".") < MAX_DOTS:
+                    self._take_module(frame, line, label, value, uses)
+            elif callable(value) or (is_users(module) and roots.is_state(value)):
+                read = roots.item_reader(names, name)
+                self._add((id(module), name), label, frame, line, read, holders=(names,), name=name)
 
     def _take_cells(self, frame: FrameType, uses: Uses) -> None:
         """Take in the variables of the functions around, but for those that the step itself makes."""
@@ -228,7 +238,8 @@ class Reach:
                 if name in outer and function in self._lasting:
                     label = f"the variable {name!r} of a function around the step"
                     line = uses.names.get(name, code.co_firstlineno)
-                    self._add((weakref.ref(function), name), label, frame, line, _cell_reader(function, name))
+                    key = (weakref.ref(function), name)
+                    self._add(key, label, frame, line, roots.cell_reader(function, name))
 
     def _take_class_attributes(self, frame: FrameType, uses: Uses) -> None:
         """Take in what a method reads of its class and not of the instance."""
@@ -241,7 +252,8 @@ class Reach:
             for name in lines.keys() & vars(kind).keys():
                 if name not in own:
                     label = f"{kind.__name__}.{name}"
-                    self._add((id(cls), name), label, frame, lines[name], _class_reader(cls, name))
+                    read, holders = roots.class_reader(cls, name), tuple(vars(base) for base in cls.__mro__)
+                    self._add((id(cls), name), label, frame, lines[name], read, holders=holders, name=name)
 
     def _take_defaults(self, frame: FrameType) -> None:
         """Take in default arguments that can be changed in place."""
@@ -251,13 +263,23 @@ class Reach:
         if not isinstance(function, FunctionType) or function.__code__ is not code:
             return
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            if _is_state(value) and not isinstance(value, _NUMBERS):
+            if roots.is_state(value) and not isinstance(value, roots.NUMBERS):
                 label = f"a default argument of {code.co_qualname}"
                 self._add(id(value), label, frame, code.co_firstlineno, partial(frozen, value))
 
-    def _add(self, key: Hashable, label: str, frame: FrameType, line: int, read: Callable[[], Hashable]) -> None:
+    def _add(
+        self,
+        key: Hashable,
+        label: str,
+        frame: FrameType,
+        line: int,
+        read: Callable[[], Hashable],
+        *,
+        holders: tuple[Mapping[str, Any], ...] = (),
+        name: str = "",
+    ) -> None:
         if key not in self._roots:
-            self._roots[key] = Root(label, _place(frame, line), read)
+            self._roots[key] = Root(label, _place(frame, line), read, holders, name)
             self._before[key] = read()
 
 
@@ -294,76 +316,5 @@ def _is_local(frame: FrameType, name: str) -> bool:
     return False
 
 
-def _cell_reader(function: FunctionType, name: str) -> Callable[[], Hashable]:
-    function_of, index = weakref.ref(function), function.__code__.co_freevars.index(name)
-    last: Hashable = _GONE
-
-    def read() -> Hashable:
-        nonlocal last
-        alive = function_of()
-        if alive is not None:
-            last = _value(content((alive.__closure__ or ())[index]))
-        return last  # of a function that is gone and was another one with the same code: it changes nothing any more
-
-    return read
-
-
-def _class_reader(cls: type, name: str) -> Callable[[], Hashable]:
-    def read() -> Hashable:
-        for kind in cls.__mro__:
-            if name in kind.__dict__:
-                return _value(kind.__dict__[name])
-        return _GONE
-
-    return read
-
-
-def _part_reader(module: nn.Module, name: str) -> Callable[[], Hashable]:
-    module_of = weakref.ref(module)
-
-    def read() -> Hashable:
-        held = vars(module_of()) if module_of() is not None else {}
-        for names in (held, *(held.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules"))):
-            if name in names:
-                return _value(names[name])
-        return _GONE
-
-    return read
-
-
 def _code_of(value: Any) -> CodeType | None:
     return getattr(getattr(value, "__func__", value), "__code__", None)
-
-
-def _value(value: Any) -> Hashable:
-    """Return something that changes when another value takes the place of this one, or if it is one that changes."""
-    value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-    if isinstance(value, FunctionType):
-        bare = not (value.__closure__ or value.__defaults__ or value.__kwdefaults__)
-        return id(value.__code__) if bare else frozen(value)
-    return frozen(value) if _is_state(value) or isinstance(value, Tensor | nn.Module) else id(value)
-
-
-def _is_state(value: Any) -> bool:
-    """Return whether `value` is a Python value, or an object that holds some, that could be another one later."""
-    if isinstance(value, (*_NUMBERS, *_CONTAINERS, *_GENERATORS, *_NAMESPACES)):
-        return True
-    if isinstance(value, Tensor | nn.Module | Optimizer | FunctionType | type | types.MethodType | property):
-        return False
-    return is_users(type(value))
-
-
-def _reader(owner: Any, name: str) -> Callable[[], Hashable]:
-    return lambda: _value(getattr(owner, name, _GONE))
-
-
-def _item_reader(scope: dict[str, Any], name: str) -> Callable[[], Hashable]:
-    return lambda: _value(scope.get(name, _GONE))
-
-
-def _options_reader(optimizer: Optimizer) -> Callable[[], Hashable]:
-    def read() -> Hashable:
-        groups = optimizer.param_groups
-        return tuple([tuple([frozen(value) for name, value in g.items() if name != "params"]) for g in groups])
-
-    return read

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -117,17 +118,34 @@ class Recording:
         self.parameters = taken.surroundings.parameters
         self._taken = taken
         self._updates = updates
+        self._no_gradients: list[Tensor | None] = [None] * len(self.parameters)
         read = {index for index in program.used if index >= n_leaves}
         absent = {index for index in range(n_leaves, len(inputs)) if inputs[index] is None}
         absent -= set(range(n_leaves, n_leaves + taken.n_dropped))  # what the step drops may be there or not
         self._checked = sorted(read | absent)
         self._layout = layout_of([inputs[index] for index in self._checked])
+        gradients = range(n_leaves, n_leaves + len(self.parameters))
+        self._takes_gradients = any(index in gradients for index in (*self._checked, *program.used))
+        self._memory = Memory(self.parameters, fixed=program.overwrites)
+
+    def inputs(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return what the program runs on besides what it holds by reference; None for gradients that it doesn't take.
+
+        Args:
+            leaves: The batch's tensors.
+        """
+        gradients = [p.grad for p in self.parameters] if self._takes_gradients else self._no_gradients
+        return [*leaves, *gradients, *self.carried.tensors()]
 
     def fits(self, inputs: Sequence[Tensor | None]) -> bool:
-        """Return whether the program may run on `inputs`, and logged values still lie where it writes them."""
-        if any(logged.slot.cell is not logged.cell for logged in self._taken.slots):
+        """Return whether the program may run on `inputs`, and what it holds by reference is where it was."""
+        for logged in self._taken.slots:
+            if logged.slot.cell is not logged.cell:
+                return False
+        if not (self.carried.fits() and self._memory.fits()):
             return False
-        return self._taken.carried.fits() and layout_of([inputs[index] for index in self._checked]) == self._layout
+        checked = self._checked
+        return not checked or layout_of([inputs[index] for index in checked]) == self._layout
 
     def prepare(self) -> None:
         """Do what comes before a run of the program."""
@@ -175,6 +193,10 @@ class Recording:
 
     def place_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Give parameters their gradients, which alias what a program overwrites, as they do in any captured step."""
+        if not self.program.overwrites:  # they are new in every run
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
+            return
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if parameter.grad is not gradient:
                 parameter.grad = gradient
@@ -194,7 +216,10 @@ class Recording:
         if copy:
             loss = None if loss is None else loss.clone()
             returned, carried = [t.clone() for t in returned], [t.clone() for t in carried]
-        taken.carried.replace(list(carried))
+        if carried:
+            taken.carried.replace(list(carried))
+        if not taken.leaves:
+            return loss, None
         tensors = iter(returned)
         leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in taken.leaves]
         return loss, pytree.tree_unflatten(leaves, taken.structure)
@@ -202,7 +227,8 @@ class Recording:
     def count(self) -> None:
         """Do the host's share of a replay: everything that the step's Python would have counted."""
         taken, around = self._taken, self._taken.surroundings
-        count_updates(around.module, self._updates)
+        if self._updates:
+            count_updates(around.module, self._updates)
         for logged in taken.slots:
             logged.replay()
         for metric in taken.metrics:
@@ -217,6 +243,36 @@ class Recording:
         first = 1 + self._taken.n_returned
         last = first + len(self._taken.surroundings.parameters)
         return outputs[0], outputs[1:first], outputs[first:last], outputs[last:]
+
+
+class Memory:
+    """Where tensors lie that a program holds by reference: ``tensor.data = other`` moves one.
+
+    Args:
+        tensors: The tensors.
+        fixed: The program holds addresses and not the tensors themselves.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, fixed: bool) -> None:
+        self._tensors = [tensor for tensor in tensors if tensor.layout is torch.strided]
+        self._fixed = fixed
+        self._addresses = self._look()
+        self._layouts = self._describe()
+
+    def fits(self) -> bool:
+        """Return whether the program finds them."""
+        addresses = self._look()
+        if addresses != self._addresses:
+            if self._fixed or self._describe() != self._layouts:
+                return False
+            self._addresses = addresses
+        return True
+
+    def _look(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._tensors]
+
+    def _describe(self) -> list[Hashable]:
+        return [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in self._tensors]
 
 
 def layout_of(inputs: Sequence[Tensor | None]) -> tuple[Hashable, ...]:

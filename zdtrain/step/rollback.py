@@ -7,7 +7,7 @@ from torch import Tensor
 from zdtrain.device.base import Runtime
 from zdtrain.errors import CaptureError
 from zdtrain.step.carried import held_tensors
-from zdtrain.step.key import METRIC_ATTRIBUTES, is_metric
+from zdtrain.step.modules import METRIC_ATTRIBUTES, is_metric
 from zdtrain.step.results import MetricSlot
 from zdtrain.step.surroundings import Surroundings
 from zdtrain.step.verify import Saved

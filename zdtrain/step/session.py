@@ -11,7 +11,9 @@ from zdtrain.errors import FallbackReason
 from zdtrain.step.carried import Carried
 from zdtrain.step.conditions import Conditions
 from zdtrain.step.counters import Counters
-from zdtrain.step.key import changed_part
+from zdtrain.step.guards import Numbers
+from zdtrain.step.key import Layouts
+from zdtrain.step.modules import changed_part
 from zdtrain.step.naming import CONDITIONS, Parts, parts_of, told_apart
 from zdtrain.step.observe import Observation
 from zdtrain.step.optimizers import Inside, inside, way_of
@@ -27,7 +29,7 @@ WATCHED_STEPS = 2
 MAX_MISFITS = 4
 MAX_FIRST_LOGS = 4  # watched steps of one kind that are not compared for being an epoch's first to log a name
 MAX_FAILURES = 2  # another thread's work on the device may spoil a capture
-MAX_FINGERPRINTS = 64
+MAX_STATES = 64
 
 
 @dataclass(kw_only=True)
@@ -143,8 +145,9 @@ class CaptureSession:
         self.host_reads = 0
         self.loader_draws = False  # whether reading a batch moves the generator that steps draw from
         self.attributes: set[tuple[str, str]] = set()  # that watched steps read, by module path and name
-        self.n_fingerprints = 0
-        self._fingerprints: dict[Hashable, int] = {}
+        self.fingerprints = Numbers(MAX_STATES)  # of what programs hold by value of the host
+        self.updates = Numbers(MAX_STATES)  # of what they hold of optimizers
+        self.layouts = Layouts(MAX_STATES)  # of batches
         self._n_entries = 0
         self._told_of_many = False
         self._inside: dict[int, tuple[Optimizer, Hashable, Inside | FallbackReason]] = {}  # by id of the optimizer
@@ -196,22 +199,12 @@ class CaptureSession:
         entries[new] = entries.pop(old)
         entries[new].key = new
 
-    def number_of(self, fingerprint: Hashable) -> int:
-        """Return a number that stands for `fingerprint`, and for no other one."""
-        number = self._fingerprints.get(fingerprint)
-        if number is None:
-            if len(self._fingerprints) == MAX_FINGERPRINTS:
-                self._fingerprints.clear()  # costs a capture if an old one comes back
-            self.n_fingerprints += 1
-            number = self._fingerprints[fingerprint] = self.n_fingerprints
-        return number
-
     def _change(self, old: Hashable, new: Hashable) -> str:
         """Say what is different between two fingerprints, by their numbers; nothing where that is not known."""
-        known: dict[Hashable, Any] = {number: fingerprint for fingerprint, number in self._fingerprints.items()}
-        if old not in known or new not in known:
+        known: list[Any] = [self.fingerprints.state_of(number) for number in (old, new)]
+        if None in known:
             return ""
-        (inside, outside), (inside_now, outside_now) = known[old], known[new]
+        (inside, outside, _), (inside_now, outside_now, _) = known
         return next(self.reach.differing(outside, outside_now), "") or changed_part(inside, inside_now)
 
     def is_new(self, optimizer: Optimizer) -> bool:

@@ -139,7 +139,7 @@ class SeveralSteps:
         if entry is None:
             return None
         self._known[0] = (entry, step._key)
-        updates = tuple([part.key() for part in step._inside])
+        updates = step.updates
         found = []
         for place in range(window):
             known, key = self._known.get(place, (None, ()))
@@ -152,7 +152,7 @@ class SeveralSteps:
             if place == window - 1 and step.place_in(key).updates != updates:
                 return None
             found.append(known.recording)
-        return found if found[0].fits(step._inputs(entry)) else None
+        return found if found[0].fits(found[0].inputs(step._tensor_leaves)) else None
 
     def _batches(self, batch: Any) -> list[list[Tensor]] | None:
         """Return the tensors of the next batches; None where there are not enough of the same layout."""

@@ -100,7 +100,8 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Outp
     }  # a device graph leaves no launches for a wrapper to speed up
     shapes = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # without one Inductor's cache is passed by
     with tracing(TracingContext(shapes)), torch.no_grad():
-        compiled: Any = torch._inductor.compile(graph, list(arguments), options=options)
+        described: Any = [shapes.from_tensor(argument, static_shapes=True) for argument in arguments]
+        compiled: Any = torch._inductor.compile(graph, described, options=options)
     return compiled  # type: ignore[no-any-return]
 
 

@@ -17,7 +17,8 @@ from zdtrain.step.counters import Counters, counters_in, is_counter, plain
 from zdtrain.step.fingerprints import Fingerprints
 from zdtrain.step.host import HostLooks
 from zdtrain.step.items import BatchItems
-from zdtrain.step.key import attributes, flatten_batch
+from zdtrain.step.key import flatten_batch
+from zdtrain.step.modules import attributes
 from zdtrain.step.noted import NotedLog
 from zdtrain.step.observe import Observation, obstacles
 from zdtrain.step.program import Part
