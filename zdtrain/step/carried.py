@@ -83,11 +83,13 @@ class Carried:
         only_read = [place for place in held if not place.is_buffer and place not in replaced]
         self.holders = [Holder(_holder(root, place), place.name) for place in (*replaced, *only_read)]
         """Where the tensors are: those that the step replaces, then the others."""
-        self._buffers = [
-            (_holder(root, place), place.name, tensor)
-            for place, tensor in held.items()
-            if place.is_buffer and place not in replaced
-        ]
+        referenced = {place: held[place] for place in held if place.is_buffer and place not in replaced}
+        self._buffers = [(_holder(root, place), place.name, tensor) for place, tensor in referenced.items()]
+
+    @property
+    def referenced(self) -> list[Tensor]:
+        """The buffers that a program holds by reference."""
+        return [tensor for _, _, tensor in self._buffers]
 
     def fits(self) -> bool:
         """Return whether the buffers that a program holds by reference are still the module's."""

@@ -126,7 +126,7 @@ class Recording:
         self._layout = layout_of([inputs[index] for index in self._checked])
         gradients = range(n_leaves, n_leaves + len(self.parameters))
         self._takes_gradients = any(index in gradients for index in (*self._checked, *program.used))
-        self._memory = Memory(self.parameters, fixed=program.overwrites)
+        self._memory = Memory([*self.parameters, *self.carried.referenced], fixed=program.overwrites)
 
     def inputs(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
         """Return what the program runs on besides what it holds by reference; None for gradients that it doesn't take.
