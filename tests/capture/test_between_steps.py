@@ -11,11 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-import zdtrain.loop.capturing
-from zdtrain.step.session import CaptureSession
+import zdtrain
 
 from . import test_swapped as swapped
-from .host_graph import GraphRuntime
 from .runs import CLASSES, QUIET, batches, both, codes
 from .test_traps import Deterministic
 
@@ -259,15 +257,24 @@ class ReadsLibrary(Deterministic):
         return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize(("owner", "name"), [(F, "cross_entropy"), (nn.Linear, "forward")], ids=["function", "method"])
-def test_a_function_of_a_library_that_is_replaced_is_heeded(tmp_path, monkeypatch, owner, name):
+def doubled_loss(out, y):
+    return 2 * F.nll_loss(F.log_softmax(out, 1), y)
+
+
+def doubled_layer(layer, x):
+    return 2 * F.linear(x, layer.weight, layer.bias)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "other"),
+    [(F, "cross_entropy", doubled_loss), (nn.Linear, "forward", doubled_layer)],
+    ids=["function", "method"],
+)
+def test_a_function_of_a_library_that_is_replaced_is_heeded(tmp_path, monkeypatch, owner, name, other):
     original = getattr(owner, name)
 
-    def doubled(*args, **kwargs):
-        return original(*args, **kwargs) * 2
-
     def change(batch_idx):
-        monkeypatch.setattr(owner, name, original if batch_idx < LATE else doubled)
+        monkeypatch.setattr(owner, name, original if batch_idx < LATE else other)
 
     run = both(tmp_path, ReadsLibrary, loader=from_data(change))
     assert not codes(run)
@@ -339,16 +346,22 @@ class TurnsWeight(swapped.Late):
         weight.data = weight.data.t().contiguous().t()
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("kind", [MovesWeight, MovesBuffer, TurnsWeight], ids=lambda kind: kind.__name__)
-def test_a_tensor_whose_memory_is_replaced_is_found_where_it_is(tmp_path, monkeypatch, kind, on_device):
+MOVES = pytest.mark.parametrize("kind", [MovesWeight, MovesBuffer, TurnsWeight], ids=lambda kind: kind.__name__)
+
+
+def assert_found(tmp_path, kind):
     make, loader = quietly(kind)
-    if on_device:
-        monkeypatch.setattr(
-            zdtrain.loop.capturing,
-            "CaptureSession",
-            lambda **options: CaptureSession(**{**options, "runtime": GraphRuntime(), "device_graphs": True}),
-        )
     run = both(tmp_path, make, max_epochs=3, loader=loader)
     assert run.report.steps_replayed > 10
     assert "verification" not in codes(run)
+
+
+@MOVES
+def test_a_tensor_whose_memory_is_replaced_is_found_where_it_is(tmp_path, kind):
+    assert_found(tmp_path, kind)
+
+
+@MOVES
+@pytest.mark.usefixtures("device_graphs")
+def test_a_tensor_whose_memory_is_replaced_is_found_by_device_graphs(tmp_path, kind):
+    assert_found(tmp_path, kind)
