@@ -52,7 +52,7 @@ class Recorder:
         self.metrics = [metric for metric, count in self._counts if metric._update_count != count]
         around.results.commit()
         self.slots = [*self._logged()]
-        leaves, self.structure = pytree.tree_flatten(output)
+        leaves, self.structure = ([], None) if output is None else pytree.tree_flatten(output)
         self.leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         returned = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
         self.n_returned = len(returned)
@@ -218,7 +218,7 @@ class Recording:
             returned, carried = [t.clone() for t in returned], [t.clone() for t in carried]
         if carried:
             taken.carried.replace(list(carried))
-        if not taken.leaves:
+        if taken.structure is None:
             return loss, None
         tensors = iter(returned)
         leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in taken.leaves]
