@@ -54,7 +54,8 @@ class Capturing(Guarded):
             return None
         session, kept = self._session, self._items.kept(batch)
         leaves, structure = flatten_batch(kept)
-        self._tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        all_tensors = isinstance(structure, type)  # see `flatten_batch`
+        self._tensor_leaves = leaves if all_tensors else [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         try:
             layout = session.layouts.number(leaves, structure)
         except TypeError as error:

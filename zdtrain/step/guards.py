@@ -1,6 +1,6 @@
 """Checks that nothing is another than it was, cheap enough to be made before every step."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from operator import attrgetter
 from types import FunctionType
@@ -24,6 +24,8 @@ class Guards:
     def __init__(self) -> None:
         self._held: list[tuple[Get, str, Any]] = []
         self._meanings: list[Callable[[Any], Any]] = []
+        self._whole: list[Mapping[str, Any]] = []
+        self._copies: list[Mapping[str, Any]] = []
         self._reads: list[tuple[Callable[[], Any], Any]] = []
 
     def hold(self, holder: Mapping[str, Any], name: str, meaning: Callable[[Any], Any] = frozen) -> None:
@@ -36,6 +38,11 @@ class Guards:
         """
         self._held.append((holder.get, name, holder.get(name, GONE)))
         self._meanings.append(meaning)
+
+    def hold_all(self, holders: Iterable[Mapping[str, Any]]) -> None:
+        """Remember all that dictionaries hold, for objects that are equal to nothing but themselves."""
+        self._whole += holders
+        self._copies = [dict(holder) for holder in self._whole]
 
     def keep(self, holder: Mapping[str, Any], name: str, read: Callable[[], Any]) -> None:
         """Remember what `holder` holds under `name`; what is not settled is read again each time."""
@@ -60,6 +67,8 @@ class Guards:
                 if not self._means_the_same():
                     return False
                 break
+        if self._whole != self._copies:
+            return False
         for read, seen in self._reads:  # noqa: SIM110 - a third faster than `all`
             if read() != seen:
                 return False

@@ -98,12 +98,14 @@ class Layouts:
         seen = self._seen
         if not seen or len(leaves) != len(seen) or structure != self._structure:
             return False
+        storages = set()
         for leaf, (shape, dtype, stride, device, trained) in zip(leaves, seen, strict=True):
             if type(leaf) is not Tensor or leaf.shape != shape or leaf.dtype is not dtype or leaf.stride() != stride:
                 return False
             if leaf.device != device or leaf.requires_grad is not trained:
                 return False
-        return len(leaves) == 1 or len({leaf.untyped_storage().data_ptr() for leaf in leaves}) == len(leaves)
+            storages.add(leaf.untyped_storage().data_ptr())
+        return len(storages) == len(leaves)
 
 
 def torch_modes() -> tuple[Hashable, ...]:

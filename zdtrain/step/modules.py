@@ -21,7 +21,6 @@ LIGHTNING_ATTRIBUTES = frozenset({"_current_fx_name", "_metric_attributes", "_tr
 METRIC_ATTRIBUTES = frozenset({"_update_count", "_computed", "_forward_cache", "_update_called", "_cache"})
 MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
 _MACHINERY = (frozenset(vars(nn.Module)) - {"forward", "training"}) | MODULE_ATTRIBUTES | LIGHTNING_ATTRIBUTES
-_PARTS = frozenset({"_parameters", "_modules"})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS_EVERYWHERE: tuple[Mapping[int, Any], ...] = tuple(
     vars(torch_module)[f"_global{kind}"] for kind in ("_forward_hooks", "_forward_pre_hooks", *_HOOKS[2:])
@@ -105,12 +104,12 @@ def guard_modules(guards: Guards, root: nn.Module, only: Collection[tuple[str, s
         names[path].add(name)
     modules = dict(root.named_modules())
     for path, module in modules.items():
-        for part in (module._parameters, module._modules):
-            for name in part:
-                guards.hold(part, name, meaning=id)
+        for name in module._parameters:
+            guards.hold(module._parameters, name, meaning=id)
         _guard_attributes(guards, module, names[path])
     all_modules, parameters = list(modules.values()), list(root.parameters())
-    counted = [vars(module)[kind] for path, module in modules.items() for kind in _PARTS & names[path]]
+    guards.hold_all(part._modules for path, part in modules.items() if part._modules or "_modules" in names[path])
+    counted: list[Any] = [module._parameters for path, module in modules.items() if "_parameters" in names[path]]
     counted += [hooks for module in all_modules for hooks in hooks_of(module) if hooks]
     buffers = [module._buffers for module in all_modules if module._buffers]
     guards.read(lambda: RemovableHandle.next_id)  # counts every hook that is registered, on whatever

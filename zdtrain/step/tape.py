@@ -81,8 +81,12 @@ class LoweredTape(Tape):
 
     def run(self, inputs: Inputs) -> Outputs:
         """Run the kernels on `inputs`, which must have the layout that was recorded."""
-        with torch.no_grad():
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # `torch.no_grad` takes a microsecond
+        try:
             return self._replay(*self.arguments(inputs))
+        finally:
+            torch._C._set_grad_enabled(before)
 
     def _lower_and_run(self, *arguments: Tensor) -> Outputs:
         with _default_dtype(self._default_dtype):
