@@ -204,7 +204,7 @@ def broken(*args, **kwargs):
     "where",
     [
         "zdtrain.step.fingerprints.Fingerprints.current",
-        "zdtrain.step.capturing.signature",
+        "zdtrain.step.key.Layouts.number",
         "zdtrain.step.guarded.python_state",
         "zdtrain.step.watch.Watch.__torch_dispatch__",
         "zdtrain.step.watching.Observation",
