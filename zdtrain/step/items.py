@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from zdtrain.source.location import frame_kind
 
 _SEES_ALL = frozenset({"locals", "vars", "eval", "exec", "dir", "globals", "super", "_getframe", "currentframe"})
+_VALUES = (str, bool, int, float)
 Items = frozenset[str | int]
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -39,7 +40,10 @@ class BatchItems:
         self._is_known = False
 
     def kept(self, batch: Any) -> Any:
-        """Return the batch with None in the place of what no step reads and no tensor is in."""
+        """Return the batch with None in the place of values that no step reads.
+
+        How they are nested stays: Lightning finds the batch size by it.
+        """
         if type(batch) not in (dict, list, tuple) or all(isinstance(item, Tensor) for item in _values(batch)):
             return batch
         if not self._is_known:
@@ -47,17 +51,17 @@ class BatchItems:
         if self._read is None:
             return batch
         if isinstance(batch, dict):
-            return {key: item if key in self._read or _has_tensor(item) else None for key, item in batch.items()}
+            return {key: item if key in self._read else _without_values(item) for key, item in batch.items()}
         read = {index % len(batch) for index in self._read if isinstance(index, int)}
-        return type(batch)([x if i in read or _has_tensor(x) else None for i, x in enumerate(batch)])
+        return type(batch)([item if index in read else _without_values(item) for index, item in enumerate(batch)])
 
 
 def _values(batch: Any) -> Any:
     return batch.values() if isinstance(batch, dict) else batch
 
 
-def _has_tensor(item: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(item))
+def _without_values(item: Any) -> Any:
+    return pytree.tree_map(lambda leaf: None if isinstance(leaf, _VALUES) else leaf, item)
 
 
 def _reads_of(method: Any, position: int | str, around: frozenset[tuple[int, str]]) -> Items | None:
