@@ -19,6 +19,7 @@ from zdtrain.errors import ConfigError
 from zdtrain.step.frozen import frozen
 from zdtrain.step.key import flatten_batch, signature, unflatten_batch
 from zdtrain.step.modules import fingerprint
+from zdtrain.step.noted import NotedInteger
 from zdtrain.step.program import LeastRecentlyUsed
 from zdtrain.step.reach import Reach
 from zdtrain.step.session import MAX_PROGRAMS, CaptureSession
@@ -260,6 +261,20 @@ def test_the_first_mismatch_says_what_and_by_how_much():
     assert "(1, 2)" in str(first_mismatch(want, {**want, "a": torch.ones(1, 2)}, exact=True))
 
 
+@pytest.mark.parametrize("use", [lambda i: i + 1, lambda i: 2 * i, lambda i: i == 3, lambda i: f"{i}"])
+def test_a_noted_integer_is_one_that_tells_when_it_is_used(use):
+    with Watch(sys._getframe().f_code) as watch:
+        index = NotedInteger(3, lambda: watch.note("batch-idx", "used"))
+        assert isinstance(index, int)
+        assert not watch.reads
+
+        def step():
+            return use(index)
+
+        assert step() == use(3)
+    assert {reason.code for reason in watch.reads} == {"batch-idx"}
+
+
 def test_a_wrong_choice_names_the_option_and_the_nearest_one(monkeypatch):
     with pytest.raises(ConfigError, match=r"trainer.capture='grph'.*did you mean 'graph'"):
         TrainerOptions(capture="grph")
@@ -327,7 +342,8 @@ def test_a_host_read_is_named_as_people_write_it(tmp_path):
             return loss if loss > 0 else -loss
 
     (reason,) = fit(tmp_path, Net, "graph").report.fallbacks
-    assert "item()" in reason.message
+    assert "`if t`" in reason.message
+    assert "torch.where" in reason.message
     assert "_local_scalar_dense" not in reason.message
 
 

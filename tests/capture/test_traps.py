@@ -113,18 +113,6 @@ class SumsInList(Deterministic):
         return loss + self.sums[0]
 
 
-class LogsChangingFloat(Deterministic):
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.log("rate", self.optimizers().param_groups[0]["lr"])  # trap
-        return loss
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
 class BakesClassNumber(Deterministic):
     scale = [1.0]
 
@@ -154,11 +142,6 @@ class CarriesGlobalTensor(Deterministic):
     @classmethod
     def reset(cls):
         cls.held.clear()
-
-
-class HooksIntoBackward(Deterministic):
-    def on_after_backward(self):  # trap
-        self.net[0].weight.grad.clamp_(-0.01, 0.01)
 
 
 class HooksIntoModule(Deterministic):
@@ -294,11 +277,9 @@ TRAPS = {
     IndexesByMask: "host-read",
     AppendsToOwnList: "python-state",
     AppendsToGlobalList: "kept-tensor",
-    LogsChangingFloat: "logged-number",
     BakesClassNumber: "python-state",
     BakesTensorLiteral: "python-state",
     CarriesGlobalTensor: "kept-tensor",
-    HooksIntoBackward: "hook-inside",
     HooksIntoModule: "tensor-hook",
     LooksForNaN: "host-read",
 }

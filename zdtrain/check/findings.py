@@ -147,10 +147,9 @@ _ALL = (
     ),
     Code(
         name="logged-number",
-        title="self.log is given a Python number: each call copies it to the device, and a replay would repeat it",
-        remedy="log a tensor, log it in a hook around the step, or log the constant once as a hyperparameter",
-        severity="warning",
-        blocks=True,
+        title="self.log is given a Python number, which a replay repeats",
+        remedy="nothing, where it is constant; otherwise log a tensor, or log it in a hook around the step",
+        severity="note",
     ),
     Code(
         name="host-random",

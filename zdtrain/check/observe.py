@@ -239,10 +239,8 @@ class Observer(Callback):
         @functools.wraps(original)
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             if isinstance(value, bool | int | float) and self.recorder.is_listening:
-                in_step = self.recorder.hook() in IN_STEP
-                severity = "warning" if in_step and self.recorder.stage == "train" else "note"
-                self.recorder.note("logged-number", f"`{name}` is a Python {type(value).__name__}", severity=severity)
-                if in_step and self.recorder.step > 0:
+                self.recorder.note("logged-number", f"`{name}` is a Python {type(value).__name__}")
+                if self.recorder.hook() in IN_STEP and self.recorder.step > 0:
                     place = self.recorder.locate()
                     self.logged.setdefault((self.recorder.stage, name), []).append((place, float(value)))
             with self.recorder.muted():

@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 FrameKind = Literal["check", "skip", "library", "third-party", "user"]
 
-_CHECK = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "check") + os.sep
+_ZDTRAIN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_CHECK = (os.path.join(_ZDTRAIN, "check", ""), os.path.join(_ZDTRAIN, "step", "watch.py"))  # what watches others
 _STDLIB = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep
 _SITE_PACKAGES = f"{os.sep}site-packages{os.sep}"
 _LIBRARIES = (

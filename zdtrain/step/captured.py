@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from zdtrain.errors import FallbackReason
@@ -13,11 +13,12 @@ from zdtrain.step.eager import EagerStep
 from zdtrain.step.fingerprints import Fingerprint, Fingerprints
 from zdtrain.step.guards import Guards
 from zdtrain.step.handed import InsideByRule, steps_outside
-from zdtrain.step.hooks import Hooks
+from zdtrain.step.hooks import Hooks, overrides
 from zdtrain.step.host import HostLooks, looks_of
 from zdtrain.step.items import BatchItems
+from zdtrain.step.noted import NotedInteger
 from zdtrain.step.observe import Observation
-from zdtrain.step.obstacles import HOOKS_INSIDE, changes_between_steps, hooks_inside
+from zdtrain.step.obstacles import HOOKS_INSIDE, callbacks_inside, changes_between_steps, own_hooks_inside
 from zdtrain.step.optimizers import guard_way
 from zdtrain.step.program import Part
 from zdtrain.step.recording import Recording
@@ -51,8 +52,18 @@ class CapturedStep(Capturing, EagerStep):
         self._items = BatchItems(trainer.lightning_module, "training_step")
         super().__init__(trainer, hooks)
         self._users_between = changes_between_steps(self._module, trainer.callbacks)  # type: ignore[attr-defined]
+        self._own_hooks = own_hooks_inside(self._module)
+        self._reads_old_gradients = overrides(self._module, "on_before_zero_grad", LightningModule)
         self._fingerprints = Fingerprints(self._module, session)
         self._updates = Fingerprint(session.updates, self._look_at_updates, self._guard_updates)
+
+    @property
+    def _log(self) -> Any:
+        return self._hooks.log
+
+    @_log.setter
+    def _log(self, log: Any) -> None:
+        self._hooks.log = log
 
     @property
     def session(self) -> CaptureSession:
@@ -85,7 +96,6 @@ class CapturedStep(Capturing, EagerStep):
             module=self._module,
             results=self._results,
             connector=self._connector,
-            hook="training_step",
             parameters=list(everything.values()),
             counters=[zero_grad] if updates_by_hand is None else [zero_grad, updates_by_hand],
             optimizers=optimizers,
@@ -126,7 +136,7 @@ class CapturedStep(Capturing, EagerStep):
         reasons = self._outside
         if not self._hooks.nobody >= HOOKS_INSIDE:
             callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
-            reasons = (*reasons, *hooks_inside(self._module, callbacks, self._hooks))
+            reasons = (*reasons, *callbacks_inside(callbacks, self._hooks))
         if reasons:
             for reason in reasons:
                 self._session.note(reason)
@@ -148,12 +158,13 @@ class CapturedStep(Capturing, EagerStep):
             None if self._scaling is None else self._scaling.key(),
             trainer.gradient_clip_val,
             trainer.gradient_clip_algorithm,
+            self._own_hooks,
         )
 
     @property
     def _heeds_gradients(self) -> bool:
         """Whether a step does other things where a parameter has no gradient yet."""
-        return self._zeroes_its_own_way or self._trainer.accumulate_grad_batches > 1
+        return self._heeds_old_gradients or self._trainer.accumulate_grad_batches > 1
 
     def _place(self, batch_idx: int, accumulate: bool) -> "Place":
         window = self._trainer.accumulate_grad_batches
@@ -216,12 +227,17 @@ class CapturedStep(Capturing, EagerStep):
             self._scaling.unscale(self._optimizer)
 
     def _training_step(self) -> Any:
-        with self._noted():
+        with self._noted_index():
             return super()._training_step()
 
     def _zero_grad(self) -> None:
         with self._noted_index():
             super()._zero_grad()
+
+    @property
+    def _epoch(self) -> int:
+        epoch, watch = super()._epoch, self._session.watch
+        return epoch if watch is None else NotedInteger(epoch, lambda: watch.note_read("current_epoch"))
 
     def _replay(self, entry: Entry, recording: Recording, inputs: list[Tensor | None]) -> None:
         super()._replay(entry, recording, inputs)
@@ -244,8 +260,13 @@ class CapturedStep(Capturing, EagerStep):
             yield FallbackReason(code="no-loss", message="training_step returned None")
 
     def _n_unread(self) -> int:
-        drops = self._batch_idx % self._trainer.accumulate_grad_batches == 0 and not self._zeroes_its_own_way
+        drops = self._batch_idx % self._trainer.accumulate_grad_batches == 0 and not self._heeds_old_gradients
         return self._surroundings.n_trained if drops and self._drops_gradients else 0
+
+    @property
+    def _heeds_old_gradients(self) -> bool:
+        """Whether code of the module may look at the gradients of the last window before they are dropped."""
+        return self._zeroes_its_own_way or self._reads_old_gradients
 
 
 class Place(NamedTuple):

@@ -42,11 +42,8 @@ class EagerStep:
         self._use(self._strategy._optimizers[0])
         self._takes_batch_idx = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._forward_context = forward_context(trainer.precision_plugin, "train_step_context")
-        self._log = (
-            StepLog(module, "training_step", epoch_loop._results, trainer._logger_connector)  # type: ignore[arg-type]
-            if can_replace_log(module)
-            else None
-        )
+        if can_replace_log(module):
+            hooks.log = StepLog(module, epoch_loop._results, trainer._logger_connector)  # type: ignore[arg-type]
         self._clips_its_own_way = overrides(module, "configure_gradient_clipping", LightningModule)
         self._guard = epoch_loop.guard
         self._scaling = epoch_loop.scaling
@@ -196,21 +193,8 @@ class EagerStep:
         self._hooks("on_after_backward")
 
     def _forward(self) -> Tensor | None:
-        attributes = self._attributes
-        previous = attributes["_current_fx_name"]
-        attributes["_current_fx_name"] = "training_step"
-        if self._log is not None:
-            attributes["log"] = self._log
-        try:
-            if self._forward_context is None:
-                output = self._training_step()
-            else:
-                with self._forward_context():
-                    output = self._training_step()
-        finally:
-            if self._log is not None:
-                attributes.pop("log", None)
-        attributes["_current_fx_name"] = previous
+        step = self._training_step if self._forward_context is None else self._step_in_context
+        output = self._hooks.run_as("training_step", step)
         divisor = self._optimization.divisor(self._batch_idx)
         if type(output) is Tensor:
             loss = output
@@ -227,6 +211,11 @@ class EagerStep:
             self._whole_loss = loss.detach()
         return loss if divisor == 1 else loss / divisor
 
+    def _step_in_context(self) -> Any:
+        assert self._forward_context is not None
+        with self._forward_context():
+            return self._training_step()
+
     def _taken_loss(self) -> Tensor | None:
         loss, self._whole_loss = self._whole_loss, None
         return loss
@@ -235,6 +224,10 @@ class EagerStep:
         if self._takes_batch_idx:
             return self._module.training_step(self._batch, self._batch_idx)
         return self._module.training_step(self._batch)
+
+    @property
+    def _epoch(self) -> int:
+        return self._trainer.current_epoch
 
     def _zero_grad(self) -> None:
         progress = self._progress.zero_grad
@@ -249,7 +242,7 @@ class EagerStep:
             self._hooks.run_as(
                 "optimizer_zero_grad",
                 self._module.optimizer_zero_grad,
-                self._trainer.current_epoch,
+                self._epoch,
                 self._batch_idx,
                 self._optimizer,
             )

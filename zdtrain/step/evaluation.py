@@ -65,7 +65,7 @@ class EvaluationStep:
         self._batch, self._batch_idx, self._dataloader_idx = batch, batch_idx, dataloader_idx
         self._opens = dataloader_idx not in self._logs
         if self._opens:
-            log = StepLog(self._module, self._name, self._results, self._connector)
+            log = StepLog(self._module, self._results, self._connector, dataloader_idx)
             self._logs[dataloader_idx] = log if self._replaces_log else None
         self._log = self._logs[dataloader_idx]
         self._run()
@@ -131,9 +131,7 @@ class CapturedEvaluation(Capturing, EvaluationStep):
         self._session = session
         self._run_number = run_number
         self._items = BatchItems(self._module, name)
-        self._surroundings = Surroundings(
-            module=self._module, results=results, connector=self._connector, hook=self._name
-        )
+        self._surroundings = Surroundings(module=self._module, results=results, connector=self._connector)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._users_between = changes_between_steps(self._module, callbacks, hooks)
         self._fingerprints = Fingerprints(self._module, session)
@@ -159,7 +157,7 @@ class CapturedEvaluation(Capturing, EvaluationStep):
         )
 
     def _evaluation_step(self) -> Any:
-        with self._noted():
+        with self._noted_index():
             return super()._evaluation_step()
 
     @property

@@ -37,6 +37,7 @@ class Hooks:
     """
 
     def __init__(self, trainer: Trainer, names: Sequence[str] = STEP_HOOKS) -> None:
+        self.log: Any = None  # what `self.log` is while hooks of the module run; None for Lightning's own
         self._trainer = trainer
         self._names = names
         self._module = module = trainer.lightning_module
@@ -67,18 +68,30 @@ class Hooks:
         for call in self._calls[name]:
             call(*args)
         own = self._own[name]
-        output = own(*args) if own is not None else None
+        output = self.run_own(own, *args) if own is not None else None
         attributes["_current_fx_name"] = previous
         return output
 
     def run_as(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `function` as hook `name`: that is where `self.log` then finds itself."""
+        """Call `function` as hook `name` of the module: that is where `self.log` then finds itself."""
         attributes = self._attributes
         previous = attributes["_current_fx_name"]
         attributes["_current_fx_name"] = name
-        output = function(*args, **kwargs)
+        output = self.run_own(function, *args, **kwargs)
         attributes["_current_fx_name"] = previous
         return output
+
+    def run_own(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call code of the module, to which `self.log` is `log`."""
+        log, attributes = self.log, self._attributes
+        if log is None:
+            return function(*args, **kwargs)
+        attributes["log"] = log
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if attributes.get("log") is log:
+                del attributes["log"]
 
 
 def callback_hook(callback: Callback, name: str) -> Callable[..., Any] | None:

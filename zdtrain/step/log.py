@@ -1,5 +1,6 @@
-"""`self.log` while a step of the module runs: stock Lightning declares a metric, this writes its later values."""
+"""`self.log` while hooks of the module run: stock Lightning declares a metric, this writes its later values."""
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -9,30 +10,36 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 
-from zdtrain.step.results import MetricSlot, StepResults
+from zdtrain.step.results import MetricSlot, StepResults, default_dtype
 
 _ADD_DATALOADER_IDX = 8  # its place among a call's flags
 
 
 class StepLog:
-    """Stands in for `LightningModule.log` during one hook.
+    """Stands in for `LightningModule.log` while hooks of the module run.
 
     The first call for a name, and any call that differs from the one before, goes through stock Lightning: its checks,
     its errors, its warnings. Calls that repeat a known declaration only write the value.
 
     Args:
         module: The module whose `log` is replaced.
-        hook: The hook during which it is replaced, e.g. ``"training_step"``.
-        results: Where the values go. Each of several data loaders has a `StepLog` of its own.
+        results: Where the values go.
         connector: Knows whether this is the first batch of an epoch, on which stock Lightning resets metrics.
+        dataloader_idx: Each of several data loaders has a `StepLog` of its own.
     """
 
-    def __init__(self, module: LightningModule, hook: str, results: StepResults, connector: _LoggerConnector) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        results: StepResults,
+        connector: _LoggerConnector,
+        dataloader_idx: int | None = None,
+    ) -> None:
         self._module = module
-        self._hook = hook
+        self._attributes = module.__dict__
         self._results = results
         self._connector = connector
-        self._declared: dict[str, tuple[tuple[Any, ...], Any]] = {}
+        self._declared = results.declared.setdefault(dataloader_idx, {})
 
     def __len__(self) -> int:
         """Return how many names are declared."""
@@ -68,7 +75,8 @@ class StepLog:
             metric_attribute,
             rank_zero_only,
         )
-        known = self._declared.get(name)
+        hook = self._attributes["_current_fx_name"]
+        known = self._declared.get((hook, name))
         if known is not None and known[0] == flags and self._connector._first_loop_iter is False:
             entry = known[1]
             if type(entry) is MetricSlot:
@@ -78,16 +86,21 @@ class StepLog:
                 note_metric(entry)
                 return
         LightningModule.log(self._module, name, value, *flags[:9], batch_size, *flags[9:])
-        self._remember(name, flags, value)
+        self._remember(hook, name, flags, value)
 
     def _write(self, slot: MetricSlot, value: Any, batch_size: Any) -> bool:
-        kind = type(value)
-        if kind is Tensor:
-            cell = slot.cell
+        if slot.bank is None:  # moved away by the teardown of an earlier fit
+            return False
+        cell = slot.cell
+        if type(value) is Tensor:
             if value.dim() != 0 or value.dtype != cell.dtype or value.device != cell.device:
                 return False
-        elif kind is not float or slot.cell.dtype != torch.get_default_dtype():
-            return False  # stock makes a tensor of the default dtype of it
+        elif isinstance(value, Real):
+            value, dtype = float(value), default_dtype()
+            if cell.dtype != dtype:  # which rounds
+                value = torch.full((), value, dtype=dtype, device=cell.device)
+        else:
+            return False
         if slot.reduction != "mean":
             size = 1 if batch_size is None else batch_size
         else:
@@ -101,16 +114,16 @@ class StepLog:
             results.batch_size = 1 if results.batch is None else batch_size_of(results.batch)
         return results.batch_size
 
-    def _remember(self, name: str, flags: tuple[Any, ...], value: Any) -> None:
-        key, index = f"{self._hook}.{name}", self._results.dataloader_idx
+    def _remember(self, hook: str, name: str, flags: tuple[Any, ...], value: Any) -> None:
+        key, index = f"{hook}.{name}", self._results.dataloader_idx
         if index is not None and flags[_ADD_DATALOADER_IDX]:
             key += f".{index}"
         entry = self._results.get(key)
         if isinstance(entry, MetricSlot):
             if not entry.meta.sync.should:
-                self._declared[name] = (flags, entry)
+                self._declared[hook, name] = (flags, entry)
         elif entry is not None and isinstance(value, Metric):
-            self._declared[name] = (flags, entry)
+            self._declared[hook, name] = (flags, entry)
 
 
 def can_replace_log(module: LightningModule) -> bool:

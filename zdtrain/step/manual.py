@@ -33,16 +33,11 @@ class ManualStep(EagerStep):
         self._by_hand()
 
     def _by_hand(self) -> None:
-        if self._log is not None:
-            self._attributes["log"] = self._log
-        try:
-            arguments: Any = OrderedDict(batch=self._batch)
-            if self._takes_batch_idx:
-                arguments["batch_idx"] = self._batch_idx
-            with nullcontext() if self._scaling is None else self._scaling.by_hand():
-                self._output = self._manual.run(arguments)
-        finally:
-            self._attributes.pop("log", None)
+        arguments: Any = OrderedDict(batch=self._batch)
+        if self._takes_batch_idx:
+            arguments["batch_idx"] = self._batch_idx
+        with nullcontext() if self._scaling is None else self._scaling.by_hand():
+            self._output = self._hooks.run_own(self._manual.run, arguments)
         self._ran = True
 
     def _outputs(self) -> dict[str, Any]:
@@ -90,5 +85,5 @@ class CapturedManualStep(ManualStep, CapturedStep):
         self._through(self._by_hand, self._inside)
 
     def _by_hand(self) -> None:
-        with self._noted():
+        with self._noted_index():
             super()._by_hand()

@@ -1,33 +1,81 @@
-"""What `self.log` is while a step is watched, so that Python numbers among the values are noticed."""
+"""Stand-ins that a step gets while it is watched, so that reading or logging numbers is noticed."""
 
+import inspect
 from collections.abc import Callable
-from numbers import Number
+from numbers import Real
 from typing import Any
 
-from zdtrain.step.counters import counters_in
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from zdtrain.step.counters import counters_in, plain
 from zdtrain.step.watch import Watch
+
+_LOG = inspect.signature(LightningModule.log)
+
+_READS = (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
+    *("divmod", "rdivmod", "pow", "rpow", "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rlshift"),
+    *("rshift", "rrshift", "neg", "pos", "abs", "invert", "round", "index", "int", "float", "bool", "hash"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "str", "repr", "format"),
+)
+
+
+class NotedInteger(int):
+    """An integer that tells a watch when the step uses it; equal to the plain one in every way.
+
+    Args:
+        value: The integer.
+        used: Called with each use.
+    """
+
+    used: Callable[[], None]
+
+    def __new__(cls, value: int, used: Callable[[], None]) -> "NotedInteger":
+        """Make an integer."""
+        integer = super().__new__(cls, value)
+        integer.used = used
+        return integer
+
+
+def _noted(name: str) -> Callable[..., Any]:
+    method = getattr(int, name)
+
+    def read(self: NotedInteger, *args: Any) -> Any:
+        self.used()
+        return method(self, *args)
+
+    return read
+
+
+for _name in _READS:
+    setattr(NotedInteger, f"__{_name}__", _noted(f"__{_name}__"))
 
 
 class NotedLog:
-    """Passes `self.log` calls on and tells a watch of Python numbers among the values.
+    """Passes `self.log` calls on and tells a watch what a replay would repeat of them.
 
     Args:
+        module: The module whose `self.log` it is.
         log: What `self.log` is otherwise.
         watch: Whom to tell.
     """
 
-    def __init__(self, log: Callable[..., None], watch: Watch) -> None:
+    def __init__(self, module: LightningModule, log: Callable[..., None], watch: Watch) -> None:
+        self._attributes = module.__dict__
         self._log = log
         self._watch = watch
 
-    def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Log."""
-        if isinstance(value, Number):
-            self._watch.note(
-                "logged-number",
-                f"self.log({name!r}, ...) gets a Python number, which a replay would repeat for ever: log a tensor, "
-                "or log it in a hook outside the step",
-            )
+        call = _LOG.bind(None, *args, **kwargs).arguments
+        size, value = call.get("batch_size"), call["value"]
+        self._watch.note_logged(
+            self._attributes["_current_fx_name"],
+            call["name"],
+            float(plain(value)) if isinstance(value, Real) else None,
+            None if isinstance(size, Tensor) else size,
+        )
         for counter in counters_in((args, kwargs)):
             counter.counters.refuse(counter.number)
-        self._log(name, value, *args, **kwargs)
+        self._log(*args, **kwargs)

@@ -16,6 +16,7 @@ from zdtrain.step.host import ChangeFinder, HostLooks, change_reasons
 from zdtrain.step.modules import attributes, is_metric, python_state
 from zdtrain.step.reach import Reach
 from zdtrain.step.reads import AttributeReads
+from zdtrain.step.remedies import INSTEAD_OF_KEEPING
 from zdtrain.step.watch import HostAccess, Watch, difference, reason_at, storage_of
 
 
@@ -140,13 +141,15 @@ def attribute_reason(module: nn.Module, path: str, name: str, *, when: str = "by
         if getattr(owner, "thresholds", 0) is None:
             what += ": give it a number of thresholds="
         return FallbackReason(code="metric-list-state", message=what)
-    return reason_at(
-        place, "python-state", f"the Python attribute {label!r} is changed {when}, which a replay would not"
-    )
+    what = f"the Python attribute {label!r} is changed {when}, which a replay would not"
+    value = getattr(owner, name, None)
+    if isinstance(value, list) and any(isinstance(item, Tensor) for item in value):
+        what += f": {INSTEAD_OF_KEEPING}"
+    return reason_at(place, "python-state", what)
 
 
 def _escapes(watch: Watch, known: set[int]) -> Iterator[FallbackReason]:
     for tensor, place in watch.survivors(known):
         what = f"a tensor of shape {tuple(tensor.shape)} made here is kept by somebody after the step"
-        yield reason_at(place, "kept-tensor", what)
+        yield reason_at(place, "kept-tensor", f"{what}: {INSTEAD_OF_KEEPING}")
         return

@@ -1,6 +1,6 @@
 """What in a module or its callbacks keeps steps from being captured, known without running one."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -10,6 +10,7 @@ from zdtrain.errors import FallbackReason
 from zdtrain.source.definitions import class_location, method_location
 from zdtrain.source.location import Location
 from zdtrain.step.hooks import Hooks, callback_hook, overrides
+from zdtrain.step.frozen import frozen
 from zdtrain.step.log import can_replace_log
 from zdtrain.step.modules import HOOKS_EVERYWHERE, hooks_of, hooks_on
 from zdtrain.step.watch import reason_at
@@ -20,15 +21,22 @@ _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_
 _OURS = ("lightning.pytorch.", "zdtrain.")
 
 
-def hooks_inside(module: LightningModule, callbacks: Iterable[Callback], hooks: Hooks) -> Iterator[FallbackReason]:
-    """Yield who overrides a hook that lies between forward and optimizer step, where a replay calls nobody."""
+def callbacks_inside(callbacks: Iterable[Callback], hooks: Hooks) -> Iterator[FallbackReason]:
+    """Yield which callbacks override a hook between forward and optimizer step, where a replay calls nobody."""
     for name in sorted(HOOKS_INSIDE - hooks.nobody):
-        owners = [callback for callback in callbacks if callback_hook(callback, name) is not None]
-        if overrides(module, name, LightningModule):
-            owners.append(module)  # type: ignore[arg-type]
-        for owner in owners:
-            what = f"{type(owner).__name__} overrides {name}, which lies inside the captured step"
-            yield reason_at(method_location(owner, name), "hook-inside", what)
+        for callback in callbacks:
+            if callback_hook(callback, name) is not None:
+                what = (
+                    f"the callback {type(callback).__name__} overrides {name}, which lies inside the captured step: "
+                    "move it to the module, whose hooks are captured"
+                )
+                yield reason_at(method_location(callback, name), "hook-inside", what)
+
+
+def own_hooks_inside(module: LightningModule) -> tuple[Hashable, ...]:
+    """Return which hooks the module overrides inside the step, comparable by equality; they are part of programs."""
+    names = (*sorted(HOOKS_INSIDE), "configure_gradient_clipping")
+    return tuple([(n, frozen(getattr(module, n))) for n in names if overrides(module, n, LightningModule)])
 
 
 def module_obstacles(module: LightningModule) -> Iterator[FallbackReason]:

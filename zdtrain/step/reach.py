@@ -26,6 +26,7 @@ from zdtrain.source.location import NOWHERE, Location, frame_kind
 from zdtrain.step import roots
 from zdtrain.step.frozen import frozen, is_users
 from zdtrain.step.guards import GONE, Guards
+from zdtrain.step.remedies import INSTEAD_OF_READING_OPTIONS
 from zdtrain.step.roots import Root
 from zdtrain.step.watch import Watch, reason_at
 
@@ -98,7 +99,7 @@ class Reach:
         """Yield a reason for each value that is different."""
         for root, old, new in zip(self._roots.values(), before, after, strict=False):
             if old != new:
-                what = f"{root.label} is changed between steps; make it a tensor that is filled in place"
+                what = f"{root.label} is changed between steps; {root.instead}"
                 yield reason_at(root.place, "python-state", what)
 
     def differing(self, before: Sequence[Hashable], after: Sequence[Hashable]) -> Iterator[str]:
@@ -195,7 +196,7 @@ class Reach:
             for index, optimizer in enumerate(trainer.optimizers):
                 label = f"an option of the param_groups of optimizer {index}"
                 read = roots.options_reader(optimizer)
-                self._add(("options", id(optimizer)), label, frame, lines["param_groups"], read)
+                self._add(("options", id(optimizer)), label, frame, lines["param_groups"], read, instead=INSTEAD_OF_READING_OPTIONS)
 
     def _take_global(self, frame: FrameType, line: int, name: str, uses: Uses) -> None:
         scope, value = frame.f_globals, frame.f_globals[name]
@@ -277,9 +278,10 @@ class Reach:
         *,
         holders: tuple[Mapping[str, Any], ...] = (),
         name: str = "",
+        instead: str = roots.FILL_A_TENSOR,
     ) -> None:
         if key not in self._roots:
-            self._roots[key] = Root(label, _place(frame, line), read, holders, name)
+            self._roots[key] = Root(label, _place(frame, line), read, holders, name, instead)
             self._before[key] = read()
 
 

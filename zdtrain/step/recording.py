@@ -117,6 +117,8 @@ class Recording:
         self.carried = taken.carried
         self.parameters = taken.surroundings.parameters
         self._taken = taken
+        entries = [*(logged.slot for logged in taken.slots), *taken.metrics]
+        self._logging_hooks = list(dict.fromkeys(entry.meta.fx.partition(".")[0] for entry in entries))
         self._updates = updates
         self._no_gradients: list[Tensor | None] = [None] * len(self.parameters)
         read = {index for index in program.used if index >= n_leaves}
@@ -157,10 +159,10 @@ class Recording:
         """Spare what is kept, and reset what is logged."""
         self.program.spare_kept()
         around = self._taken.surroundings
-        if self._taken.slots or self._taken.metrics:  # what the first self.log of a step does
-            if around.connector.should_reset_tensors(around.hook):
-                around.results.reset(metrics=False, fx=around.hook)
-            around.connector._current_fx = around.hook
+        for hook in self._logging_hooks:  # what a hook's first self.log of a step does
+            if around.connector.should_reset_tensors(hook):
+                around.results.reset(metrics=False, fx=hook)
+            around.connector._current_fx = hook
 
     def run(self, inputs: Sequence[Tensor | None]) -> list[Any]:
         """Run the program; return its outputs."""

@@ -16,6 +16,9 @@ from torchmetrics import Metric
 
 from zdtrain.slots import IDENTITY, Reduction, SlotBank, fold
 
+Declared = dict[tuple[str, str], tuple[tuple[Any, ...], Any]]
+"""Flags of `self.log` calls and the entries that they declared, by hook and name."""
+
 
 class MetricSlot(_ResultMetric):
     """One logged key: a 0-D cell for the step's value, a 0-D accumulator for the epoch, a weight counted on the host.
@@ -143,6 +146,7 @@ class StepResults(_ResultCollection):
     def __init__(self, training: bool) -> None:
         super().__init__(training)
         self.banks: list[SlotBank] = []
+        self.declared: dict[int | None, Declared] = {}  # by index of the data loader
         self.behind: Callable[[], None] | None = None  # puts the step's values into cells that are ahead of it
 
     def __setitem__(self, key: str, metric: _ResultMetric) -> None:
@@ -249,8 +253,11 @@ class StepResults(_ResultCollection):
 
 def slot_dtype(value: Tensor) -> torch.dtype:
     """Return the dtype that `value` is kept in: float64 stays, all else takes the default dtype, at least float32."""
-    if value.dtype == torch.float64:
-        return torch.float64
+    return torch.float64 if value.dtype == torch.float64 else default_dtype()
+
+
+def default_dtype() -> torch.dtype:
+    """Return the dtype of the tensor that stock Lightning makes of a Python number."""
     default = torch.get_default_dtype()
     return default if default in (torch.float32, torch.float64) else torch.float32
 

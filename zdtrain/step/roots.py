@@ -19,6 +19,7 @@ from zdtrain.step.guards import GONE, Guards
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, Mapping, np.generic, np.ndarray)
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+FILL_A_TENSOR = "make it a tensor that is filled in place"
 NUMBERS = (bool, int, float, str, bytes, type(None))
 
 
@@ -36,6 +37,8 @@ class Root:
     """Where a lookup would find it, in order, if it is no more than a name in a dictionary."""
     name: str = ""
     """That name."""
+    instead: str = FILL_A_TENSOR
+    """What helps where it changes between steps."""
 
     def guard(self, guards: Guards) -> None:
         """Let `guards` look at it."""

@@ -24,8 +24,6 @@ class Surroundings:
     """Where the step logs."""
     connector: Any
     """Lightning's logger connector: knows when logged values have to be reset."""
-    hook: str
-    """Whose `self.log` calls the step's are, e.g. ``"training_step"``."""
     parameters: list[nn.Parameter] = field(default_factory=list)
     """Those whose gradients the step may read or leave."""
     counters: list[Any] = field(default_factory=list)

@@ -13,17 +13,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zdtrain.errors import FallbackReason
-from zdtrain.readless import remedy
 from zdtrain.source.location import Location, locate
+from zdtrain.step.remedies import host_read
 
 # Operations whose result, or whose result's size, the host has to wait for.
 HOST_READS = {
     *("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"),
-    *("nonzero", "bincount", "masked_select", "argwhere", "repeat_interleave.Tensor"),
+    *("nonzero", "bincount", "masked_select", "argwhere", "repeat_interleave.Tensor", "_pack_padded_sequence"),
     *("unique", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
 }
-READ_AS = {"_local_scalar_dense": "item(), int(t), float(t), `if t` or text made of it"}
-"""What people write for an operation that they have never heard of."""
 MASKABLE = {"index", "index_put", "index_put_", "_index_put_impl_"}
 # Calls that look at a tensor's memory past all operations.
 HOST_ACCESS: dict[Any, str] = {
@@ -36,6 +34,8 @@ HOST_ACCESS: dict[Any, str] = {
     Tensor._typed_storage: "storage",
     Tensor.__deepcopy__: "deepcopy",
 }
+_MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
+"""What reads the tensors in a list of them."""
 MAX_LITERAL = 4096  # elements of a tensor made from Python numbers that are compared one by one
 
 
@@ -51,6 +51,22 @@ class Operation:
     """The user's line it comes from."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Logged:
+    """One `self.log` call of a watched step, as far as a recording holds it for good."""
+
+    hook: str
+    """Where it was made, e.g. ``"training_step"``."""
+    name: str
+    """What it logs."""
+    number: float | None
+    """The value, where it is a Python number."""
+    batch_size: int | None
+    """The ``batch_size=`` that was given, where it is a Python number."""
+    place: Location
+    """The user's line it comes from."""
+
+
 class Watch(TorchDispatchMode):
     """Notes the operations of the body, and what a recording of them would get wrong.
 
@@ -62,9 +78,11 @@ class Watch(TorchDispatchMode):
     def __init__(self, boundary: CodeType, inputs: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
+        self.logged: list[Logged] = []
         self.reads: list[FallbackReason] = []
         self.host_reads = 0
         self.epoch_read = False
+        self.function = ""  # of torch, which is being called
         self.outside: dict[int, tuple[Tensor, Operation]] = {}  # tensors that the step did not make, by storage
         self.written: dict[int, Operation] = {}  # the first that writes to each of them
         self._boundary = boundary
@@ -84,6 +102,11 @@ class Watch(TorchDispatchMode):
             self.epoch_read = self.epoch_read or place.is_user
             return
         self.note("trainer-state", f"the step reads trainer.{name}, which a replay does not see")
+
+    def note_logged(self, hook: str, name: str, number: float | None, batch_size: int | None) -> None:
+        """Note a `self.log` call; see `Logged`."""
+        place, _ = locate(self._boundary)
+        self.logged.append(Logged(hook=hook, name=name, number=number, batch_size=batch_size, place=place))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func._schema.name
@@ -120,9 +143,7 @@ class Watch(TorchDispatchMode):
 
     def _note_host_read(self, how: str, place: Location) -> None:
         self.host_reads += 1
-        said = READ_AS.get(how, how)
-        what = f"the step waits for the value of a tensor ({said}){remedy(sys._getframe())}"
-        self.reads.append(reason_at(place, "host-read", what))
+        self.reads.append(reason_at(place, "host-read", host_read(how, self.function, place.library, sys._getframe())))
 
     def _note_outside(self, tensors: list[Tensor], operation: Operation) -> None:
         for tensor in tensors:
@@ -151,6 +172,7 @@ class Watch(TorchDispatchMode):
     def forget(self) -> None:
         """Let go of everything but the reasons."""
         self.operations.clear()
+        self.logged.clear()
         self.outside.clear()
         self.written.clear()
         self._made.clear()
@@ -178,9 +200,16 @@ class HostAccess(TorchFunctionMode):
         name = HOST_ACCESS.get(func)
         if func is Tensor.__format__ and args[0].dim() > 0:
             name = "format"
-        if name is not None:
-            self._watch.note_host_access(name)
-        return func(*args, **(kwargs or {}))
+        if func in _MAKERS and args and any(isinstance(leaf, Tensor) for leaf in _items(args[-1])):
+            name = "tensor of tensors"
+        watch, outer = self._watch, self._watch.function
+        watch.function = getattr(func, "__name__", "")
+        try:
+            if name is not None:
+                watch.note_host_access(name)
+            return func(*args, **(kwargs or {}))
+        finally:
+            watch.function = outer
 
 
 def difference(before: Watch, after: Watch, known: set[int]) -> FallbackReason | None:
@@ -191,6 +220,9 @@ def difference(before: Watch, after: Watch, known: set[int]) -> FallbackReason |
         after: A later one.
         known: Storages of tensors that may differ because a program is told of them.
     """
+    for logged in zip(before.logged, after.logged, strict=False):
+        if reason := _logged_difference(*logged):
+            return reason
     for old, new in zip(before.operations, after.operations, strict=False):
         if old.name != new.name:
             what = f"the step ran {new.name} where an earlier one ran {old.name}: its path depends on more than shapes"
@@ -212,6 +244,23 @@ def difference(before: Watch, after: Watch, known: set[int]) -> FallbackReason |
         if storage not in before.outside and storage not in known:
             what = f"{operation.name} takes a tensor that is another one in every step and is not part of the batch"
             return reason_at(operation.place, "outside-tensor", what)
+    return None
+
+
+def _logged_difference(old: Logged, new: Logged) -> FallbackReason | None:
+    """Return why a replay can't do what two steps' `self.log` calls did; None if it can."""
+    if (old.hook, old.name) != (new.hook, new.name):
+        what = (
+            f"the step logs {new.name!r} where an earlier one logged {old.name!r}: what it logs is not part of the key"
+        )
+        return reason_at(new.place, "control-flow", what)
+    for kind, was, now in (("value", old.number, new.number), ("batch_size", old.batch_size, new.batch_size)):
+        if was is not None and now is not None and was != now and (was == was or now == now):
+            what = (
+                f"the {kind} of self.log({new.name!r}, ...) is a Python number that changes from step to step "
+                f"({was} -> {now}): log a tensor, or log it in a hook around the step"
+            )
+            return reason_at(new.place, "logged-number", what)
     return None
 
 
@@ -243,6 +292,13 @@ def _plain_values(value: Any, tensors: list[Tensor]) -> Iterator[Hashable]:
         yield id(value)
     else:
         yield value
+
+
+def _items(value: Any) -> Iterator[Any]:
+    """Yield what is in a list or tuple, however deep."""
+    for item in value if isinstance(value, list | tuple) else ():
+        yield item
+        yield from _items(item)
 
 
 def _literal(tensor: Tensor) -> tuple[Hashable, ...] | None:

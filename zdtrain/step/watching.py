@@ -25,7 +25,7 @@ from zdtrain.step.program import Part
 from zdtrain.step.results import StepResults
 from zdtrain.step.session import MAX_FIRST_LOGS, CaptureSession, Entry
 from zdtrain.step.surroundings import Surroundings
-from zdtrain.step.watch import reason_at, storage_of
+from zdtrain.step.watch import Watch, reason_at, storage_of
 
 Region = Callable[[], Any]
 
@@ -111,22 +111,6 @@ class Watching(ABC):
         region()
 
     @contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Let the watch, if there is one, know what the body logs and whether it uses the batch's index."""
-        watch = self._session.watch
-        if watch is None:
-            with self._noted_index():
-                yield
-            return
-        log = self._log
-        self._log = self._attributes["log"] = NotedLog(log, watch)
-        try:
-            with self._noted_index():
-                yield
-        finally:
-            self._log = log
-
-    @contextmanager
     def _noted_index(self) -> Iterator[None]:
         """Let whoever watches or records, if anybody, know whether the body uses the batch's index."""
         counters, index = self._session.counters, self._batch_idx
@@ -136,6 +120,16 @@ class Watching(ABC):
             yield
         finally:
             self._batch_idx = index
+
+    @contextmanager
+    def _noted_log(self, watch: Watch) -> Iterator[None]:
+        """Let the watch know what the body logs."""
+        log = self._log
+        self._log = NotedLog(self._module, log, watch)
+        try:
+            yield
+        finally:
+            self._log = log
 
     def _watch(self, entry: Entry, region: Region) -> None:
         """Run the region eagerly and look at what it does; decide once there is something to compare."""
@@ -160,7 +154,7 @@ class Watching(ABC):
         leaves = [] if self._users_between else [leaf for leaf in self._tensor_leaves if not leaf.requires_grad]
         session.watch = seen.watch
         try:
-            with self._recordable(), self._counting(seen.counters):
+            with self._recordable(), self._counting(seen.counters), self._noted_log(seen.watch):
                 seen.run(lambda: self._eagerly(region), lambda: [*self._handed_over(), *(leaf.grad for leaf in leaves)])
         finally:
             session.watch = None

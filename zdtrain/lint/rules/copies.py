@@ -231,8 +231,8 @@ class LoggedNumber(Rule):
     """Finds `self.log(name, number)` in a step.
 
     ## Why
-    Lightning turns a Python number into a tensor on the device at every call: a copy, which a capture refuses. If
-    the number came from a tensor, it was read back first for nothing.
+    Stock Lightning copies the number to the device at every call. zdtrain does not, and a captured step repeats it;
+    a number that changes keeps the step eager. If it came from a tensor, it was read back first for nothing.
 
     ## Example
     ```python
@@ -254,7 +254,7 @@ class LoggedNumber(Rule):
     ```
 
     ## When to allow
-    A constant that never changes: zdtrain records it once.
+    A constant that never changes.
     """
 
     code = "ZD124"
