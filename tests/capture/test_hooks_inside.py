@@ -2,10 +2,13 @@
 
 import itertools
 import random
+from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
 from torchmetrics import MeanSquaredError
 
 import zdtrain.step.tape
@@ -13,7 +16,7 @@ from zdtrain.monitors import NonFinite
 from zdtrain.optim import SimpleAdam
 from zdtrain.step.verify import first_mismatch
 
-from .runs import Classifier, assert_same, batches, both, codes, fit
+from .runs import QUIET, Classifier, assert_equal, assert_same, batches, both, codes, fit, trap_line
 from .test_traps import Deterministic
 
 
@@ -196,6 +199,20 @@ def test_hooks_are_part_of_a_step_that_optimizes_by_hand(tmp_path):
     assert run.report.steps_replayed >= 39
 
 
+@pytest.mark.parametrize("module", [ByHand, *HOOKED], ids=lambda cls: cls.__name__)
+def test_what_hooks_log_is_what_stock_lightning_logs(tmp_path, module):
+    run = fit(tmp_path, module, "graph")
+    torch.manual_seed(0)
+    stock = module()
+    torch.manual_seed(7)
+    logger = CSVLogger(str(tmp_path), name="stock")
+    trainer = pl.Trainer(**{**QUIET, "max_epochs": 4, "logger": logger})
+    trainer.fit(stock, batches())
+    assert_equal(dict(trainer.callback_metrics), run.metrics, "metrics")
+    assert_equal(dict(stock.state_dict()), run.weights, "weights")
+    assert Path(logger.log_dir, "metrics.csv").read_text() == run.rows
+
+
 class Counts(Deterministic):
     n = 0
 
@@ -235,8 +252,6 @@ TRAPS[Keeps] = "kept-tensor"
 
 @pytest.mark.parametrize("module", TRAPS, ids=lambda cls: cls.__name__)
 def test_a_trap_in_a_hook_trains_right_and_is_named_with_its_line(tmp_path, module):
-    from .runs import trap_line
-
     def make():
         random.seed(0)
         return module()
