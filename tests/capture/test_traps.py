@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.nn import functional as F
-from torchmetrics import MeanMetric, MeanSquaredError
+from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
 
 from .runs import CLASSES, FEATURES, Classifier, batches, both, codes, fit, trap_line
@@ -162,18 +162,6 @@ class KeepsEveryBatch(Deterministic):
         return loss
 
 
-class LooksForNaN(Deterministic):
-    def __init__(self):
-        super().__init__()
-        self.mean = MeanMetric()
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.mean(loss.detach())  # trap
-        self.log("mean", self.mean)
-        return loss
-
-
 class LogsWithGraph(Deterministic):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -281,7 +269,6 @@ TRAPS = {
     BakesTensorLiteral: "python-state",
     CarriesGlobalTensor: "kept-tensor",
     HooksIntoModule: "tensor-hook",
-    LooksForNaN: "host-read",
 }
 
 
