@@ -1,7 +1,6 @@
 """Python numbers among logged values: part of the program where they are constant, named where they are not."""
 
 import itertools
-import os
 
 import numpy as np
 import pytest
@@ -115,13 +114,6 @@ class FromIterator(Deterministic):
         return self.loss(batch)
 
 
-class FromEnvironment(Deterministic):
-    def training_step(self, batch, batch_idx):
-        os.environ["NUMBER"] = str(float(os.environ.get("NUMBER", "0")) + 0.5)
-        self.log("number", float(os.environ["NUMBER"]), on_epoch=True)  # trap
-        return self.loss(batch)
-
-
 class SizeFromIterator(Deterministic):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -159,7 +151,6 @@ class ChangedByHook(Deterministic):
 
 CHANGING = {
     FromIterator: ("logged-number", "(2.0 -> 3.0)"),
-    FromEnvironment: ("logged-number", "(1.5 -> 2.0)"),
     SizeFromIterator: ("logged-number", "batch_size"),
     IndexOfBatch: ("batch-idx", "batch_idx"),
     RateOfSchedule: ("python-state", "LearningRateMonitor"),
@@ -168,11 +159,10 @@ CHANGING = {
 
 
 @pytest.mark.parametrize("module", CHANGING, ids=lambda cls: cls.__name__)
-def test_a_number_that_changes_is_logged_right_and_named(tmp_path, monkeypatch, module):
+def test_a_number_that_changes_is_logged_right_and_named(tmp_path, module):
     def make():
         global NUMBERS
         NUMBERS = itertools.count()
-        monkeypatch.setenv("NUMBER", "0")
         return module()
 
     run = both(tmp_path, make)

@@ -40,7 +40,10 @@ class CapturedStep(Capturing, EagerStep):
     """
 
     _surroundings: TrainingSurroundings
-    _words = (*Capturing._words, "place", "optimizers", "loss scaling", "gradient_clip_val", "gradient_clip_algorithm")
+    _words = (
+        *(*Capturing._words, "place", "optimizers", "loss scaling", "gradient_clip_val", "gradient_clip_algorithm"),
+        "hooks of the module",
+    )
     _needs_loss = True
     _outside: tuple[FallbackReason, ...] = ()  # what else keeps it from being captured
     _drops_gradients = True  # whether the first batch of a window does not need the gradients of the last

@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import LambdaCallback
 from zdtrain.errors import FallbackReason
 from zdtrain.source.definitions import class_location, method_location
 from zdtrain.source.location import Location
-from zdtrain.step.hooks import Hooks, callback_hook, overrides
 from zdtrain.step.frozen import frozen
+from zdtrain.step.hooks import Hooks, callback_hook, overrides
 from zdtrain.step.log import can_replace_log
 from zdtrain.step.modules import HOOKS_EVERYWHERE, hooks_of, hooks_on
 from zdtrain.step.watch import reason_at

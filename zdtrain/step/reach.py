@@ -196,7 +196,14 @@ class Reach:
             for index, optimizer in enumerate(trainer.optimizers):
                 label = f"an option of the param_groups of optimizer {index}"
                 read = roots.options_reader(optimizer)
-                self._add(("options", id(optimizer)), label, frame, lines["param_groups"], read, instead=INSTEAD_OF_READING_OPTIONS)
+                self._add(
+                    ("options", id(optimizer)),
+                    label,
+                    frame,
+                    lines["param_groups"],
+                    read,
+                    instead=INSTEAD_OF_READING_OPTIONS,
+                )
 
     def _take_global(self, frame: FrameType, line: int, name: str, uses: Uses) -> None:
         scope, value = frame.f_globals, frame.f_globals[name]
