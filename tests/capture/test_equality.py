@@ -332,6 +332,21 @@ def test_resuming_in_the_middle_of_an_epoch(tmp_path, name):
     assert_same(resumed[0], resumed[2])
 
 
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+def test_counts_that_loading_makes_wider_are_counted_as_torch_counts_them(tmp_path, kind):
+    class Net(Classifier):
+        def configure_optimizers(self):
+            return kind(self.parameters(), lr=0.01)
+
+    fit(tmp_path, Net, "off", max_epochs=1, precision="64-true").trainer.save_checkpoint(tmp_path / "one.ckpt")
+    eager, captured = [
+        fit(tmp_path, Net, capture, ckpt_path=tmp_path / "one.ckpt", max_epochs=8, precision="64-true")
+        for capture in ("off", "graph")
+    ]
+    assert_same(eager, captured)
+    assert "since a checkpoint was loaded" in " ".join(reason.message for reason in captured.report.fallbacks)
+
+
 def test_gradients_are_fresh_tensors_after_every_step_as_in_an_eager_run(tmp_path):
     class Net(Classifier):
         kept: list = []

@@ -17,7 +17,7 @@ from zdtrain.step.frozen import frozen
 from zdtrain.step.guards import Guards
 from zdtrain.step.program import Moved
 from zdtrain.step.rounded import rounded
-from zdtrain.step.rule import Rule
+from zdtrain.step.rule import Rule, State
 from zdtrain.step.updates import RULES
 
 MAX_CALLS = 8  # of one optimizer's step in a training step, for which numbers have room
@@ -205,9 +205,18 @@ class InsideByRule:
                     continue
                 if param.grad.is_sparse:
                     return steps_outside(f"{name} got a sparse gradient of shape {tuple(param.shape)}")
-                if needed and any(self._optimizer.state.get(param, {}).get(one) is None for one in needed):
+                state = self._optimizer.state.get(param, {})
+                if any(state.get(one) is None for one in needed):
                     return steps_outside(f"{name} has no state yet for a parameter of shape {tuple(param.shape)}")
+                if loaded := self._other_dtype(state):
+                    return steps_outside(f"{name} counts in other numbers since a checkpoint was loaded: {loaded}")
         return None
+
+    def _other_dtype(self, state: State) -> str | None:
+        """Return which count has another dtype than torch gives a new one; loading makes it the parameter's."""
+        usual = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        found = (f"{name} is {state[name].dtype}" for name in self._rule.counts if state[name].dtype != usual)
+        return next(found, None)
 
     def _collect(self) -> list[Handover]:
         found = []
