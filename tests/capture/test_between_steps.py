@@ -254,11 +254,11 @@ def test_an_optimizer_that_a_data_set_patches_does_what_it_then_does(tmp_path):
 
 class ReadsLibrary(Deterministic):
     def loss(self, batch):
-        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        return F.nll_loss(torch.log_softmax(self.net(batch[0]), 1), batch[1])
 
 
-def doubled_loss(out, y):
-    return 2 * F.nll_loss(F.log_softmax(out, 1), y)
+def sharper(x, dim):
+    return F.log_softmax(2 * x, dim)
 
 
 def doubled_layer(layer, x):
@@ -267,7 +267,7 @@ def doubled_layer(layer, x):
 
 @pytest.mark.parametrize(
     ("owner", "name", "other"),
-    [(F, "cross_entropy", doubled_loss), (nn.Linear, "forward", doubled_layer)],
+    [(torch, "log_softmax", sharper), (nn.Linear, "forward", doubled_layer)],
     ids=["function", "method"],
 )
 def test_a_function_of_a_library_that_is_replaced_is_heeded(tmp_path, monkeypatch, owner, name, other):
@@ -365,3 +365,19 @@ def test_a_tensor_whose_memory_is_replaced_is_found_where_it_is(tmp_path, kind):
 @pytest.mark.usefixtures("device_graphs")
 def test_a_tensor_whose_memory_is_replaced_is_found_by_device_graphs(tmp_path, kind):
     assert_found(tmp_path, kind)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(F, "relu"), (torch.Tensor, "relu")])
+def test_a_function_of_torch_that_is_replaced_by_one_that_calls_it_is_called_once(tmp_path, monkeypatch, owner, name):
+    class Net(Deterministic):
+        def loss(self, batch):
+            return super().loss(batch) + F.relu(self.net[0].weight).sum() + self.net[0].weight.relu().sum()
+
+    original = getattr(owner, name)
+
+    def doubled(*args, **kwargs):
+        return 2 * original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, doubled)
+    run = both(tmp_path, Net)
+    assert codes(run) == {"torch-replaced"}

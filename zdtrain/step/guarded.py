@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zdtrain.step.modules import python_state
+from zdtrain.step.obstacles import replaced_functions
 from zdtrain.step.recording import Recording
 from zdtrain.step.rollback import Rollback
 from zdtrain.step.session import Entry
@@ -40,6 +41,10 @@ class Guarded(Watching):
             Exception: Out of a step that had changed Python state already, which can't be taken back.
         """
         session, batch, counted = self._session, self._batch, self._session.steps_eager
+        session.refuse(entry, list(replaced_functions()))
+        if entry.reason is not None:
+            self._eagerly(region)
+            return
         before = self._rollback(entry) if session.shared.are_on() else None
         if before is None:
             self._eagerly(region)

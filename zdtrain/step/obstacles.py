@@ -1,14 +1,16 @@
 """What in a module or its callbacks keeps steps from being captured, known without running one."""
 
 from collections.abc import Hashable, Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
 
 from zdtrain.errors import FallbackReason
 from zdtrain.source.definitions import class_location, method_location
-from zdtrain.source.location import Location
+from zdtrain.source.location import Location, frame_kind
 from zdtrain.step.frozen import frozen
 from zdtrain.step.hooks import Hooks, callback_hook, overrides
 from zdtrain.step.log import can_replace_log
@@ -53,6 +55,22 @@ def module_obstacles(module: LightningModule) -> Iterator[FallbackReason]:
     for path, parameter in module.named_parameters():
         for hook in [hook for hooks in hooks_on(parameter) for hook in (hooks or {}).values()]:
             yield _hook_reason(hook, f"parameter {path!r} has a hook")
+
+
+def replaced_functions() -> Iterator[FallbackReason]:
+    """Yield which functions of torch are replaced by somebody's own.
+
+    Torch looks a function up by its name when it tells a watch of a call, and would call a replacement that calls the
+    original twice.
+    """
+    for owner in (torch.nn.functional, torch.Tensor):
+        for name, function in vars(owner).items():
+            if isinstance(function, FunctionType):
+                code = function.__code__
+                if frame_kind(code.co_filename) in ("user", "third-party"):
+                    place = Location(code.co_filename, code.co_firstlineno, code.co_qualname)
+                    what = f"{owner.__name__}.{name} is replaced, which a step cannot be watched with"
+                    yield reason_at(place, "torch-replaced", what)
 
 
 def _hook_reason(hook: Any, who: str) -> FallbackReason:
