@@ -14,7 +14,7 @@ from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
 
 import zdtrain
-from zdtrain.step.report import CaptureReport
+from zdtrain.capture.report import CaptureReport
 
 FEATURES, CLASSES = 8, 3
 QUIET: dict[str, Any] = {

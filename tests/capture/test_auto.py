@@ -87,7 +87,7 @@ def test_switched_off_nothing_is_captured_nor_said(tmp_path, said, monkeypatch, 
     if how == "variable":
         monkeypatch.setenv("ZDTRAIN_CAPTURE", "off")
     _, trainer = fit_by_default(tmp_path, Classifier, **({"capture": "off"} if how == "option" else {}))
-    assert trainer.capture_report == zdtrain.step.report.CaptureReport(capture="off")
+    assert trainer.capture_report == zdtrain.capture.report.CaptureReport(capture="off")
     assert said() == []
 
 

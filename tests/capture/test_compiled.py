@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-import zdtrain.step.tape
+import zdtrain.capture.tape
+from zdtrain.capture.tape import LoweredTape, record
+from zdtrain.capture.verify import first_mismatch
 from zdtrain.optim import SimpleAdam
-from zdtrain.step.tape import LoweredTape, record
-from zdtrain.step.verify import first_mismatch
 
 from .runs import CLASSES, FEATURES, Classifier, codes, fit
 
@@ -80,7 +80,7 @@ def test_a_step_that_cannot_be_lowered_runs_eagerly(tmp_path, monkeypatch, verif
     def refuse(graph, arguments):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(zdtrain.step.tape, "lower", refuse)
+    monkeypatch.setattr(zdtrain.capture.tape, "lower", refuse)
     eager = fit(tmp_path, Scheduled, "off")
     lowered = fit(tmp_path, Scheduled, "compile", verify_capture=verify)
     (reason,) = lowered.report.fallbacks

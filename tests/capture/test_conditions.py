@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from zdtrain.capture.counters import Counters, NotedInt
 from zdtrain.optim import SimpleAdam
-from zdtrain.step.counters import Counters, NotedInt
 
 from .runs import FEATURES, Classifier, assert_same, batches, both, codes, fit, trap_line
 

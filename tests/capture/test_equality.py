@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-import zdtrain.step.tape
+import zdtrain.capture.tape
+from zdtrain.capture.verify import first_mismatch
 from zdtrain.optim import SimpleAdam
-from zdtrain.step.verify import first_mismatch
 
 from .runs import CLASSES, FEATURES, Classifier, assert_equal, assert_same, batches, both, codes, fit
 
@@ -454,7 +454,7 @@ def test_nothing_is_captured_or_compiled_twice_while_every_scalar_changes_every_
         lowered.append(graph)
         return graph.forward  # what is compiled is the affair of `test_compiled.py`
 
-    monkeypatch.setattr(zdtrain.step.tape, "lower", lower)
+    monkeypatch.setattr(zdtrain.capture.tape, "lower", lower)
 
     class Net(Weighted):
         def configure_optimizers(self):

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-import zdtrain.step.tape
+import zdtrain.capture.tape
 import zdtrain.trainer
+from zdtrain.capture.verify import first_mismatch
 from zdtrain.device.base import MemoryStats
 from zdtrain.errors import CaptureError
-from zdtrain.step.verify import first_mismatch
 
 from .faulty import DOOR, Faults, FaultyRuntime
 from .runs import Classifier, assert_same, batches, codes, fit
@@ -108,7 +108,7 @@ def test_a_generator_that_cannot_be_put_back_ends_the_run_instead_of_training_so
 @pytest.mark.parametrize("call", ["graph", "begin", "end", "replay", "rng_state"])
 @pytest.mark.parametrize("number", [2, 3, 4, 5, 6])
 def test_a_lowered_step_that_fails_in_its_graph_runs_eagerly(train, stock, monkeypatch, call, number):
-    monkeypatch.setattr(zdtrain.step.tape, "lower", lambda graph, arguments: graph.forward)  # seen by the stand-in
+    monkeypatch.setattr(zdtrain.capture.tape, "lower", lambda graph, arguments: graph.forward)  # seen by the stand-in
     faults = Faults(call, new("refused"), first=number)
     if call == "replay" and number > 3:  # trusted by then
         with pytest.raises(RuntimeError, match="not permitted"):
@@ -203,24 +203,24 @@ def broken(*args, **kwargs):
 @pytest.mark.parametrize(
     "where",
     [
-        "zdtrain.step.fingerprints.Fingerprints.current",
-        "zdtrain.step.key.Layouts.number",
-        "zdtrain.step.guarded.python_state",
-        "zdtrain.step.watch.Watch.__torch_dispatch__",
-        "zdtrain.step.watching.Observation",
-        "zdtrain.step.watching.obstacles",
-        "zdtrain.step.rollback.HostState",
-        "zdtrain.step.capturing.Recorder",
-        "zdtrain.step.capturing.Recording",
-        "zdtrain.step.recording.Recording.fits",
-        "zdtrain.step.capturing.first_mismatch",
-        "zdtrain.step.capturing.static_inputs",
+        "zdtrain.capture.fingerprints.Fingerprints.current",
+        "zdtrain.capture.key.Layouts.number",
+        "zdtrain.capture.guarded.python_state",
+        "zdtrain.capture.watch.Watch.__torch_dispatch__",
+        "zdtrain.capture.watching.Observation",
+        "zdtrain.capture.watching.obstacles",
+        "zdtrain.capture.rollback.HostState",
+        "zdtrain.capture.capturing.Recorder",
+        "zdtrain.capture.capturing.Recording",
+        "zdtrain.capture.recording.Recording.fits",
+        "zdtrain.capture.capturing.first_mismatch",
+        "zdtrain.capture.capturing.static_inputs",
     ],
 )
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_mistake_of_ours_leaves_steps_eager(train, tmp_path, stock, monkeypatch, where, graphs):
     if where.endswith("static_inputs"):
-        where = "zdtrain.step.graph.static_copy" if graphs else "zdtrain.step.tape.Tape.run"
+        where = "zdtrain.capture.graph.static_copy" if graphs else "zdtrain.capture.tape.Tape.run"
     monkeypatch.setattr(where, broken)
     run = train(Faults()) if graphs else fit(tmp_path, Validated, "graph", max_epochs=2)
     assert_same(stock, run)

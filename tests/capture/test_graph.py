@@ -9,13 +9,13 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import zdtrain.step.handed
-import zdtrain.step.tape
+import zdtrain.capture.handed
+import zdtrain.capture.tape
+from zdtrain.capture.graph import GraphProgram, LoweredGraphProgram
+from zdtrain.capture.report import readable
+from zdtrain.capture.tape import LoweredTape, record
+from zdtrain.capture.verify import first_mismatch
 from zdtrain.optim import SimpleAdam
-from zdtrain.step.graph import GraphProgram, LoweredGraphProgram
-from zdtrain.step.report import readable
-from zdtrain.step.tape import LoweredTape, record
-from zdtrain.step.verify import first_mismatch
 
 from .host_graph import GraphRuntime, HostGraph
 from .runs import CLASSES, FEATURES, Classifier, Metered, assert_equal, assert_same, batches, both, codes, fit
@@ -48,9 +48,9 @@ def test_a_graph_leaves_the_bits_of_an_eager_run(tmp_path, module, window):
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam, torch.optim.SGD])
 @pytest.mark.parametrize("capture", ["graph", "compile"])
 def test_what_an_optimizer_counts_on_the_host_is_counted_beside_a_device(tmp_path, monkeypatch, kind, capture):
-    monkeypatch.setattr(zdtrain.step.handed, "on_device", lambda host, device: host.clone())  # device memory
-    monkeypatch.setattr(zdtrain.step.handed, "is_capturing", lambda: HostGraph.capturing)
-    monkeypatch.setattr(zdtrain.step.tape, "lower", lambda graph, arguments: graph.forward)
+    monkeypatch.setattr(zdtrain.capture.handed, "on_device", lambda host, device: host.clone())  # device memory
+    monkeypatch.setattr(zdtrain.capture.handed, "is_capturing", lambda: HostGraph.capturing)
+    monkeypatch.setattr(zdtrain.capture.tape, "lower", lambda graph, arguments: graph.forward)
 
     class Net(Classifier):
         def configure_optimizers(self):
@@ -220,7 +220,7 @@ def test_a_graph_is_compared_before_a_step_depends_on_it(tmp_path):
 @pytest.mark.parametrize("window", [1, 3])
 def test_a_lowered_step_is_captured_in_a_graph(tmp_path, monkeypatch, window):
     # The stand-in sees ATen's operations only, so they stay what they are instead of becoming kernels.
-    monkeypatch.setattr(zdtrain.step.tape, "lower", lambda graph, arguments: graph.forward)
+    monkeypatch.setattr(zdtrain.capture.tape, "lower", lambda graph, arguments: graph.forward)
     options = {"loader": lambda: batches(12, rest=3), "accumulate_grad_batches": window, "max_epochs": 6}
     eager, lowered = (fit(tmp_path, Adam, capture, **options) for capture in ("off", "compile"))
     assert first_mismatch(eager.weights, lowered.weights, exact=False) is None
@@ -244,7 +244,7 @@ def test_a_lowered_step_runs_nothing_before_its_graph_does():
     total.zero_(), x.fill_(1)
     torch.manual_seed(3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zdtrain.step.tape, "lower", lambda graph, arguments: graph.forward)
+        patch.setattr(zdtrain.capture.tape, "lower", lambda graph, arguments: graph.forward)
         program = LoweredGraphProgram(tape, GraphRuntime())
         other = torch.ones(2)
         (result,) = program.run([other])

@@ -11,10 +11,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torchmetrics import MeanSquaredError
 
-import zdtrain.step.tape
+import zdtrain.capture.tape
+from zdtrain.capture.verify import first_mismatch
 from zdtrain.monitors import NonFinite
 from zdtrain.optim import SimpleAdam
-from zdtrain.step.verify import first_mismatch
 
 from .runs import QUIET, Classifier, assert_equal, assert_same, batches, both, codes, fit, trap_line
 from .test_traps import Deterministic
@@ -148,7 +148,7 @@ def test_hooks_are_part_of_several_steps_in_one_program(tmp_path):
 
 
 def test_hooks_are_lowered_with_the_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(zdtrain.step.tape, "lower", lambda graph, arguments: graph.forward)
+    monkeypatch.setattr(zdtrain.capture.tape, "lower", lambda graph, arguments: graph.forward)
 
     class Net(LogsNorms, AddsNoise):
         def on_before_optimizer_step(self, optimizer):

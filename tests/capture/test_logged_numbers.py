@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-import zdtrain.step.tape
+import zdtrain.capture.tape
+from zdtrain.capture.verify import first_mismatch
 from zdtrain.optim import SimpleAdam
-from zdtrain.step.verify import first_mismatch
 
 from .runs import Classifier, batches, both, codes, fit, trap_line
 from .test_traps import Deterministic
@@ -76,7 +76,7 @@ def test_numbers_are_rounded_as_stock_lightning_rounds_them(tmp_path, precision)
 @pytest.mark.usefixtures("device_graphs")
 @pytest.mark.parametrize("capture", ["graph", "compile"])
 def test_constant_numbers_are_part_of_device_graphs(tmp_path, monkeypatch, capture):
-    monkeypatch.setattr(zdtrain.step.tape, "lower", lambda graph, arguments: graph.forward)
+    monkeypatch.setattr(zdtrain.capture.tape, "lower", lambda graph, arguments: graph.forward)
     eager, captured = (fit(tmp_path, LogsConstants, how) for how in ("off", capture))
     assert codes(captured) == set()
     assert captured.report.steps_replayed >= 39

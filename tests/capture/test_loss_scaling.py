@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.gan import GAN, ring
+from zdtrain.capture.verify import first_mismatch
 from zdtrain.optim import SimpleAdam
-from zdtrain.step.verify import first_mismatch
 
 from .runs import CLASSES, FEATURES, Classifier, assert_same, batches, codes, fit
 

@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from zdtrain.capture.graph import rehearse
+from zdtrain.capture.verify import first_mismatch
 from zdtrain.device import runtime_for
 from zdtrain.monitors import NonFinite, Threshold
 from zdtrain.optim import SimpleAdam
-from zdtrain.step.graph import rehearse
-from zdtrain.step.verify import first_mismatch
 
 from .runs import CLASSES, FEATURES, QUIET, Classifier, Metered, assert_equal, assert_same, batches, both, codes, fit
 

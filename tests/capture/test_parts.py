@@ -13,20 +13,20 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from zdtrain.capture.frozen import frozen
+from zdtrain.capture.key import flatten_batch, signature, unflatten_batch
+from zdtrain.capture.modules import fingerprint
+from zdtrain.capture.noted import NotedInteger
+from zdtrain.capture.program import LeastRecentlyUsed
+from zdtrain.capture.reach import Reach
+from zdtrain.capture.session import MAX_PROGRAMS, CaptureSession
+from zdtrain.capture.shared import SharedCaptures
+from zdtrain.capture.tape import Tape, record
+from zdtrain.capture.verify import Saved, first_mismatch
+from zdtrain.capture.watch import HostAccess, Watch, difference
 from zdtrain.config import TrainerOptions
 from zdtrain.device import runtime_for
 from zdtrain.errors import ConfigError
-from zdtrain.step.frozen import frozen
-from zdtrain.step.key import flatten_batch, signature, unflatten_batch
-from zdtrain.step.modules import fingerprint
-from zdtrain.step.noted import NotedInteger
-from zdtrain.step.program import LeastRecentlyUsed
-from zdtrain.step.reach import Reach
-from zdtrain.step.session import MAX_PROGRAMS, CaptureSession
-from zdtrain.step.shared import SharedCaptures
-from zdtrain.step.tape import Tape, record
-from zdtrain.step.verify import Saved, first_mismatch
-from zdtrain.step.watch import HostAccess, Watch, difference
 
 from .runs import Classifier, batches, fit
 

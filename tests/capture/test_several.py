@@ -290,14 +290,14 @@ def test_a_number_of_steps_that_is_none_is_refused(value):
 
 
 def test_a_program_that_goes_astray_is_found_and_the_steps_run_one_by_one(tmp_path, monkeypatch):
-    run = zdtrain.step.repeated.RepeatedSteps._run
+    run = zdtrain.capture.repeated.RepeatedSteps._run
 
     def astray(self, inputs):
         left = run(self, inputs)
         self.recordings[0].parameters[0].data.add_(1e-4)
         return left
 
-    monkeypatch.setattr("zdtrain.step.repeated.RepeatedSteps._run", astray)
+    monkeypatch.setattr("zdtrain.capture.repeated.RepeatedSteps._run", astray)
     many = several(tmp_path, Simple)
     (reason,) = [str(reason) for reason in many.report.fallbacks if reason.code == "verification"]
     assert "4 steps as one program and eager ones disagree: parameter" in reason
@@ -366,7 +366,7 @@ def test_in_a_device_graph_a_block_is_one_launch(tmp_path, make, monkeypatch):
 
     one = fit(tmp_path, make, "graph")
     monkeypatch.setattr(zdtrain.Trainer, "_open_runtime", lambda self: Runtime())
-    monkeypatch.setattr("zdtrain.step.handed.on_device", lambda host, device: host.clone())  # device memory
+    monkeypatch.setattr("zdtrain.capture.handed.on_device", lambda host, device: host.clone())  # device memory
     many = fit(tmp_path, make, "graph", steps_per_replay=4)
     assert_same(one, many)
     assert block_of(many).verification == "equal"

@@ -555,7 +555,7 @@ def test_an_untraceable_step_is_taken_back_and_run_eagerly(tmp_path, monkeypatch
             super().__init__()
             self.net = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Dropout(0.1), nn.Linear(FEATURES, CLASSES))
 
-    monkeypatch.setattr("zdtrain.step.tape.make_fx", refuses)
+    monkeypatch.setattr("zdtrain.capture.tape.make_fx", refuses)
     run = both(tmp_path, Net)
     assert run.report.steps_replayed == 0
     assert codes(run) == {"untraceable"}

@@ -24,10 +24,10 @@ from torch.optim import (
     SparseAdam,
 )
 
+from zdtrain.capture.handed import InsideByRule
+from zdtrain.capture.optimizers import inside
 from zdtrain.errors import FallbackReason
 from zdtrain.optim import SimpleAdam
-from zdtrain.step.handed import InsideByRule
-from zdtrain.step.optimizers import inside
 
 from .runs import assert_equal
 

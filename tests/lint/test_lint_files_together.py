@@ -68,7 +68,7 @@ def test_zdtrain_and_its_examples_are_clean() -> None:
     assert report.files > 20
 
 
-@pytest.mark.parametrize("tree", ["zdtrain/step", "zdtrain/optim", "tests/check", "examples"])
+@pytest.mark.parametrize("tree", ["zdtrain/capture", "zdtrain/step", "zdtrain/optim", "tests/check", "examples"])
 def test_what_is_not_parsed_holds_no_finding(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = LintSettings()
     quick = lint_paths([str(ROOT / tree)], settings, jobs=1).findings

@@ -8,12 +8,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device as torch_device_module
 from torch.utils._device import _device_constructors
 
+from zdtrain.capture.counters import counters_in
 from zdtrain.check.kernels import READS_ON_CPU_ONLY
 from zdtrain.check.recorder import Recorder
 from zdtrain.check.tensor import DEVICE, HOST, alias_on_host, is_shadow, move, target_of, to_plain, to_shadow
 from zdtrain.check.trace import flatten
 from zdtrain.source.location import Location
-from zdtrain.step.counters import counters_in
 
 Function = Callable[..., Any]
 

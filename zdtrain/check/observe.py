@@ -14,6 +14,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from zdtrain.capture.conditions import Condition, Number
+from zdtrain.capture.counters import Counters
+from zdtrain.capture.optimizers import outside_reason
 from zdtrain.check import state
 from zdtrain.check.audit import GradientWatch, audit_devices, audit_registration
 from zdtrain.check.findings import Finding, make_finding
@@ -25,9 +28,6 @@ from zdtrain.errors import FallbackReason
 from zdtrain.scalars import DeviceScalars
 from zdtrain.source.definitions import line_matching, method_location
 from zdtrain.source.location import Location, expression, frame_kind
-from zdtrain.step.conditions import Condition, Number
-from zdtrain.step.counters import Counters
-from zdtrain.step.optimizers import outside_reason
 
 WRAPPED = frozenset({"training_step", "validation_step", "on_after_batch_transfer", "on_train_batch_end", "log"})
 

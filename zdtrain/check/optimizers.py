@@ -5,7 +5,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
-from zdtrain.step.optimizers import schedule_state
+from zdtrain.capture.optimizers import schedule_state
 
 
 def make_capturable(optimizer: Optimizer) -> None:

@@ -9,12 +9,12 @@ from lightning.pytorch.core.datamodule import LightningDataModule
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.loops.fetchers import _DataFetcher
 
+from zdtrain.capture.watch import reason_at
 from zdtrain.data.prefetch import CopyAhead
 from zdtrain.errors import FallbackReason
 from zdtrain.loop.loader import has_one_sized_loader
 from zdtrain.source.definitions import method_location
 from zdtrain.step.hooks import overrides
-from zdtrain.step.watch import reason_at
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 

@@ -9,15 +9,15 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info
 
+from zdtrain.capture.reach import Reach
+from zdtrain.capture.report import CaptureReport
+from zdtrain.capture.session import CaptureSession
+from zdtrain.capture.shared import SharedCaptures
 from zdtrain.config import Capture, TrainerOptions
 from zdtrain.drain import Drain
 from zdtrain.errors import FallbackReason
 from zdtrain.readless import readless_metrics
 from zdtrain.records.recorder import RunRecorder
-from zdtrain.step.reach import Reach
-from zdtrain.step.report import CaptureReport
-from zdtrain.step.session import CaptureSession
-from zdtrain.step.shared import SharedCaptures
 
 
 class CanCapture:

@@ -8,6 +8,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from zdtrain.capture.session import CaptureSession
 from zdtrain.errors import ConfigError, FallbackReason
 from zdtrain.loop.connector import LoggerConnector
 from zdtrain.loop.evaluation import EvaluationLoop
@@ -17,7 +18,6 @@ from zdtrain.monitor.guard import StepGuard
 from zdtrain.step.optimization import WindowedOptimization
 from zdtrain.step.results import StepResults
 from zdtrain.step.scaling import LossScaling, scaling_of
-from zdtrain.step.session import CaptureSession
 
 
 class EpochLoop(_TrainingEpochLoop):

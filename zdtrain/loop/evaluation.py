@@ -7,10 +7,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from zdtrain.capture.session import CaptureSession
 from zdtrain.loop.connector import LoggerConnector
 from zdtrain.loop.plan import EvaluationPlan, reasons_for_stock_evaluation
 from zdtrain.step.results import StepResults
-from zdtrain.step.session import CaptureSession
 
 
 class EvaluationLoop(_EvaluationLoop):

@@ -8,20 +8,22 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
+from zdtrain.capture.captured import CapturedStep
+from zdtrain.capture.evaluation import CapturedEvaluation
+from zdtrain.capture.manual import CapturedManualStep
+from zdtrain.capture.session import CaptureSession
+from zdtrain.capture.several import SeveralSteps
 from zdtrain.errors import FallbackReason
 from zdtrain.loop.ahead import copy_ahead, reasons_against
 from zdtrain.loop.feed import Feed, ProfiledFeed
 from zdtrain.loop.several import StepsAhead, reasons_against_several
-from zdtrain.step.captured import CapturedStep
 from zdtrain.step.eager import EagerStep
-from zdtrain.step.evaluation import CapturedEvaluation, EvaluationStep
+from zdtrain.step.evaluation import EvaluationStep
 from zdtrain.step.hooks import Hooks, overrides
-from zdtrain.step.manual import CapturedManualStep, ManualStep
+from zdtrain.step.manual import ManualStep
 from zdtrain.step.optimization import WindowedOptimization
 from zdtrain.step.profiled import Parts, ProfiledHooks, ProfiledStep, is_profiled
 from zdtrain.step.scaling import scaler_reason
-from zdtrain.step.session import CaptureSession
-from zdtrain.step.several import SeveralSteps
 
 # Methods that the short path does not call: whoever replaces one of them gets stock Lightning's loop.
 _EVALUATION = ("validation_step", "test_step", "batch_to_device")

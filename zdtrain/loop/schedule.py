@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from zdtrain.capture.program import Moved, Part, RecordedPart
 from zdtrain.loop.rates import SCHEDULED, copied
-from zdtrain.step.program import Moved, Part, RecordedPart
 
 
 class ScheduleAhead:

@@ -16,6 +16,10 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from torch import Tensor
 
+from zdtrain.capture.captured import CapturedStep
+from zdtrain.capture.obstacles import HOOKS_OUTSIDE
+from zdtrain.capture.program import RecordedPart
+from zdtrain.capture.watch import reason_at
 from zdtrain.errors import FallbackReason
 from zdtrain.loop.ahead import reasons_against
 from zdtrain.loop.feed import Feed
@@ -23,12 +27,8 @@ from zdtrain.loop.schedule import ScheduleAhead
 from zdtrain.marks import is_marked
 from zdtrain.source.definitions import method_location
 from zdtrain.source.location import NOWHERE
-from zdtrain.step.captured import CapturedStep
 from zdtrain.step.hooks import callback_hook, overrides
-from zdtrain.step.obstacles import HOOKS_OUTSIDE
 from zdtrain.step.profiled import is_profiled
-from zdtrain.step.program import RecordedPart
-from zdtrain.step.watch import reason_at
 
 OPTION = "steps_per_replay"
 CODE = "steps-per-replay"
@@ -128,7 +128,7 @@ def only_reads(callback: Callback, name: str) -> bool:
 
 
 class StepsAhead:
-    """What the loop knows of the steps to come; see `zdtrain.step.several.Surroundings`.
+    """What the loop knows of the steps to come; see `zdtrain.capture.several.Surroundings`.
 
     Args:
         trainer: The Trainer.

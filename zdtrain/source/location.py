@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 FrameKind = Literal["check", "skip", "library", "third-party", "user"]
 
 _ZDTRAIN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_WATCHES = tuple(os.path.join(_ZDTRAIN, "step", name) for name in ("counters.py", "watch.py"))
+_WATCHES = tuple(os.path.join(_ZDTRAIN, "capture", name) for name in ("counters.py", "watch.py"))
 _CHECK = (os.path.join(_ZDTRAIN, "check", ""), *_WATCHES)  # what watches others
 _STDLIB = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep
 _SITE_PACKAGES = f"{os.sep}site-packages{os.sep}"

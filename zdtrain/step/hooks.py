@@ -1,13 +1,17 @@
-"""Which hooks somebody overrides, resolved once per epoch, so that a step calls those and no others."""
+"""Which hooks somebody overrides, resolved once per epoch so that a step calls no others; who hooks into optimizers."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from zdtrain.consumers.progress import throttled
+from zdtrain.source.location import frame_kind
 
 STEP_HOOKS = (
     "on_train_batch_start",
@@ -114,3 +118,13 @@ def checkpoints_by_epoch_only(callback: Callback) -> bool:
         and callback._every_n_train_steps < 1
         and callback._train_time_interval is None
     )
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether anybody but a learning-rate scheduler is to be told of the optimizer's steps, or replaced them."""
+    patched = "step" in optimizer.__dict__ and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
+    patched = patched or code is None or frame_kind(code.co_filename) != "library"
+    hooks: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    everywhere = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    return patched or any(hooks) or any(everywhere)

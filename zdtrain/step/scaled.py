@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from zdtrain.monitor.masking import KeepAndPutBack, host_state
-from zdtrain.step.optimizers import has_step_hooks
+from zdtrain.step.hooks import has_step_hooks
 
 Step = Callable[[], Any]
 
