@@ -1,1 +1,1 @@
-""""""
+"""Those who read what arrives on the host: the progress bar, and whoever wants the values of every step."""
