@@ -2,8 +2,8 @@ import pytest
 import yaml
 
 from zdtrain.cli.arguments import _WholeNumberLoader, configs_first, whole_numbers
-from zdtrain.cli.suggest import did_you_mean
 from zdtrain.errors import ConfigError
+from zdtrain.suggest import did_you_mean
 
 
 @pytest.mark.parametrize(

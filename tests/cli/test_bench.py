@@ -95,7 +95,9 @@ def test_flags_of_fit_are_taken_and_windows_are_timed_by_batch(here):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--steps", "0"], "--steps 0: use a whole number that is at least 1"),
+        (["--steps", "0"], "--steps: use a whole number that is at least 1, got '0'"),
+        (["--stps", "9"], "unknown option 'stps'; did you mean 'steps'?"),
+        (["--output", "nowhere/out.json"], "--output nowhere/out.json: nowhere is no folder that can be written"),
         (["--trainer.max_epoch", "1"], "unknown option 'trainer.max_epoch'"),
         (["--trainer.limit_train_batches", "0"], "the data gave fewer than 25 batches; lower --steps or --warmup"),
     ],

@@ -153,6 +153,17 @@ def test_files_merge_the_last_wins_and_flags_beat_files_wherever_they_stand(here
         (["base.yaml", "bad4.yaml"], "unknown option 'trainer.max_epoch'; did you mean 'trainer.max_epochs'?"),
         (["base.yaml", "bad5.yaml"], "unknown key 'init_arg' beside class_path; did you mean 'init_args'?"),
         (["base.yaml", "bad6.yaml"], "Problems parsing config"),
+        (["base.yaml", "bad7.yaml"], "no 'Threshold' in zdtrain.monitor; did you mean 'zdtrain.monitors.Threshold'?"),
+        (["base.yaml", "bad8.yaml"], "trainer.monitors.metric: expected str or list, got '3'"),
+        (["base.yaml", "bad9.yaml"], "no class 'Treshold'; did you mean 'Threshold'?"),
+        (["base.yaml", "bad10.yaml"], "zdtrain.monitors.Plateau has no option 'sigma'; it has: metric, patience, "),
+        (["base.yaml", "--trainer.monitors=3"], "trainer.monitors: expected list or null, got '3'"),
+        (["base.yaml", "--model=nowhere.Net"], "no module 'nowhere'"),
+        (["base.yaml", "--data=cli_models.Seen"], "data: expected a LightningDataModule, got 'cli_models.Seen'"),
+        (["base.yaml", "-x"], "unknown option '-x'"),
+        (["base.yaml", "--ckpt_path=bas.yaml"], "ckpt_path: no file bas.yaml; did you mean 'base.yaml'?"),
+        (["base.yaml", "--ckpt_path=base.yaml"], "ckpt_path base.yaml cannot be read: UnpicklingError"),
+        (["."], "config file is no file: "),
         (["none.yaml"], "config file does not exist: "),
         (["base.yaml", "trainer.max_epochs=3"], "options start with dashes"),
         ([], "missing: model"),
@@ -166,6 +177,10 @@ def test_a_bad_configuration_fails_in_one_line_that_names_the_remedy(here, capsy
         "trainer: {max_epoch: 3}",
         "model: {class_path: cli_models.Seen, init_arg: {lr: 1}}",
         "model: {class_path: [",
+        "trainer: {monitors: [{class_path: zdtrain.monitor.Threshold, init_args: {metric: x, above: 1}}]}",
+        "trainer: {monitors: [{class_path: zdtrain.monitors.NonFinite, init_args: {metric: 3}}]}",
+        "trainer: {monitors: [{class_path: Treshold, init_args: {metric: x, above: 1}}]}",
+        "trainer: {monitors: [{class_path: zdtrain.monitors.Plateau, init_args: {metric: x, sigma: 1}}]}",
     ]
     for number, text in enumerate(bad, start=1):
         Path(f"bad{number}.yaml").write_text(text)
@@ -224,6 +239,13 @@ def test_resuming_continues_the_run_folder(here):
 def test_other_stages_run(here, command):
     assert main([command, "base.yaml"]) == 0
     assert len(find_runs("runs")) == 1
+
+
+def test_warnings_of_ours_are_one_line_each(here):
+    command = [sys.executable, "-m", "zdtrain", "fit", "base.yaml", "--trainer.records=base.yaml"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stderr
+    (line,) = [line for line in said.splitlines() if "run folder" in line]
+    assert line.startswith("zdtrain: warning: cannot make a run folder in base.yaml: Not a directory. Training goes on")
 
 
 def test_records_can_be_turned_off(here):

@@ -39,8 +39,33 @@ def test_exit_status_says_clean_findings_or_wrong_usage(bad: Path, tmp_path: Pat
     assert main([str(bad), "--isolated"]) == 1
     assert main([str(tmp_path / "nowhere"), "--isolated"]) == 2
     assert main([str(bad), "--isolated", "--select", "ZD9"]) == 2
-    with pytest.raises(SystemExit, match="2"):
-        main(["--format", "xml"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--format", "jsn"],
+            "expected one of concise, json, github, sarif, got 'jsn'; did you mean 'json'?",
+        ),
+        (["--level", "eror"], "--level: expected one of note, warning, error, got 'eror'; did you mean 'error'?"),
+        (["--jobs", "x"], "--jobs: use a whole number that is at least 1, got 'x'"),
+        (["--lvel", "note"], "unknown option '--lvel'; did you mean '--level'?"),
+        (["--level"], "--level: expected one argument"),
+    ],
+)
+def test_wrong_usage_is_one_line_with_the_nearest_choice(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("zdtrain: error: ")
+    assert message in line
+
+
+def test_a_wrong_option_of_rule_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rule_main(["--al"]) == 2
+    assert capsys.readouterr().err == "zdtrain: error: unknown option '--al'; did you mean '--all'?\n"
 
 
 def test_a_finding_is_one_line_with_place_code_and_message(bad: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,7 +152,7 @@ def test_runs_are_listed_filtered_and_sorted(root, capsys, arguments, expected):
         (["--status=finishd"], "unknown status 'finishd': use one of running, finished, interrupted, failed; did you"),
         (["--date=1970-01-12"], "--date 1970-01-12: give digits, YYYYMMDD or a prefix of it, such as 19700112"),
         (["--stat=done"], "unknown option '--stat'; did you mean '--status'?"),
-        (["--sort"], "argument --sort: expected one argument"),
+        (["--sort"], "--sort: expected one argument"),
     ],
 )
 def test_wrong_filters_are_refused_in_one_line(root, capsys, arguments, message):

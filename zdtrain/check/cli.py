@@ -10,19 +10,19 @@ from zdtrain.check.hardware import has_gpu
 from zdtrain.check.report import CheckReport
 from zdtrain.cli.configured import ConfiguredRun
 from zdtrain.errors import ConfigError
+from zdtrain.parser import Parser, whole_number
 
 EXIT_CLEAN, EXIT_FOUND, EXIT_USAGE = 0, 1, 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="zdtrain check",
         description="Run a few steps on a simulated GPU and report what would make a real one wait.",
         epilog="Other arguments are those of `zdtrain fit`. Exit status: 0 nothing found, 1 findings, 2 wrong usage.",
-        allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=int, default=4, help="training steps to run, at least 3 (default: 4)")
-    parser.add_argument("--validation-steps", type=int, default=3, help="validation steps to run (default: 3)")
+    parser.add_argument("--steps", type=whole_number(1), default=4, help="training steps, at least 3 (default: 4)")
+    parser.add_argument("--validation-steps", type=whole_number(0), default=3, help="validation steps (default: 3)")
     parser.add_argument("--format", choices=list(FORMATS), default="text", help="output format (default: text)")
     parser.add_argument("--output", type=Path, help="write the report to this file instead of the terminal")
     parser.add_argument(
@@ -48,7 +48,7 @@ def _fails(report: CheckReport, fail_on: str) -> bool:
     return bool(report.codes(*worst))
 
 
-def _check(options: argparse.Namespace, config_args: list[str]) -> CheckReport:
+def _check(options: argparse.Namespace, config_args: list[str], own_options: list[str]) -> CheckReport:
     if not config_args:
         raise ConfigError("zdtrain check: name a config file: zdtrain check configs/digits.yaml")
     if options.steps < MIN_STEPS:
@@ -58,7 +58,7 @@ def _check(options: argparse.Namespace, config_args: list[str]) -> CheckReport:
         )
     if options.device == "cuda" and not has_gpu():
         raise ConfigError("--device cuda: this machine has no GPU that torch can use; leave it out to simulate one")
-    configured = ConfiguredRun(config_args)
+    configured = ConfiguredRun(config_args, own_options)
     return check_configured(
         configured.model,
         configured.datamodule,
@@ -89,11 +89,9 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: the config or an option cannot be used.
     """
-    try:
-        options, config_args = _parser().parse_known_args(argv)
-        report = _check(options, config_args)
-    except SystemExit as stop:  # argparse: help, or an error that it has printed
-        return stop.code if isinstance(stop.code, int) else EXIT_USAGE
+    parser = _parser()
+    options, config_args = parser.parse_known_args(argv)
+    report = _check(options, config_args, parser.option_names)
     text = FORMATS[options.format](report)
     if options.output is None:
         print(text)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from zdtrain import __version__
-from zdtrain.cli.suggest import did_you_mean
 from zdtrain.errors import ConfigError, ZDTrainError
+from zdtrain.suggest import did_you_mean
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 

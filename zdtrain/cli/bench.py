@@ -19,10 +19,10 @@ from lightning.pytorch.loggers import CSVLogger
 
 from zdtrain.cli import EXIT_OK
 from zdtrain.cli.configured import ConfiguredRun
-from zdtrain.cli.parser import Parser
 from zdtrain.config import CAPTURE_VARIABLE, Capture
 from zdtrain.device import Runtime, runtime_for
 from zdtrain.errors import ConfigError
+from zdtrain.parser import Parser, whole_number
 from zdtrain.quiet import quiet
 from zdtrain.records.environment import describe_environment
 from zdtrain.trainer import Trainer
@@ -172,9 +172,9 @@ def _parser() -> Parser:
         description="Time training steps of your model: stock Lightning, zdtrain, captured, captured and lowered.",
         epilog="Other arguments are those of `zdtrain fit`. Nothing is validated, checkpointed or recorded.",
     )
-    parser.add_argument("--steps", type=int, default=200, help="batches to time (default: 200)")
-    parser.add_argument("--warmup", type=int, default=40, help="batches before those (default: 40)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds, of which medians are taken (default: 3)")
+    parser.add_argument("--steps", type=whole_number(1), default=200, help="batches to time (default: 200)")
+    parser.add_argument("--warmup", type=whole_number(1), default=40, help="batches before those (default: 40)")
+    parser.add_argument("--rounds", type=whole_number(1), default=3, help="rounds to take medians of (default: 3)")
     parser.add_argument(
         "--rungs", nargs="+", choices=list(RUNGS), default=list(RUNGS), help="what to measure (default: all)"
     )
@@ -188,16 +188,16 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: the config or an option cannot be used.
     """
-    options, config_args = _parser().parse_known_args(argv)
+    parser = _parser()
+    options, config_args = parser.parse_known_args(argv)
     if not config_args:
         raise ConfigError("zdtrain bench: name a config file: zdtrain bench configs/digits.yaml")
-    for name in ("steps", "warmup", "rounds"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} {getattr(options, name)}: use a whole number that is at least 1")
     if os.environ.get(CAPTURE_VARIABLE):
         raise ConfigError(f"{CAPTURE_VARIABLE}={os.environ[CAPTURE_VARIABLE]!r} captures all rungs alike: unset it")
+    if options.output is not None and not os.access(options.output.absolute().parent, os.W_OK):
+        raise ConfigError(f"--output {options.output}: {options.output.parent} is no folder that can be written")
     names = list(dict.fromkeys(["lightning", *options.rungs]))
-    bench = Bench(ConfiguredRun(config_args), warmup=options.warmup, steps=options.steps)
+    bench = Bench(ConfiguredRun(config_args, parser.option_names), warmup=options.warmup, steps=options.steps)
     with quiet():
         rungs = bench.ladder(names, options.rounds)
     print(table(rungs))

@@ -1,6 +1,7 @@
 """What a config file describes, made without a Trainer: for commands that run it in their own way."""
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -14,10 +15,12 @@ class ConfiguredRun(TrainingCLI):
 
     Args:
         args: config files and flags, as for ``zdtrain fit``.
+        own_options: options of the command itself, which a wrong one may have been meant for.
     """
 
-    def __init__(self, args: list[str]) -> None:
+    def __init__(self, args: list[str], own_options: Iterable[str] = ()) -> None:
         self.trainer_options: dict[str, Any] = {}
+        self.own_options = tuple(own_options)
         super().__init__(["fit", *configs_first(args)])
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:  # noqa: ARG002 - LightningCLI's signature

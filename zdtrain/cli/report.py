@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from zdtrain.cli import EXIT_OK
-from zdtrain.cli.parser import Parser
 from zdtrain.errors import ConfigError
+from zdtrain.parser import Parser
 from zdtrain.records import RecordError, load_run
 from zdtrain.report import render_page
 

@@ -9,10 +9,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from zdtrain.cli import EXIT_OK
-from zdtrain.cli.parser import Parser
-from zdtrain.cli.suggest import did_you_mean
 from zdtrain.errors import ConfigError
+from zdtrain.parser import Parser
 from zdtrain.records import RecordError, Run, find_runs, load_run
+from zdtrain.suggest import did_you_mean
 
 STATUSES = ("running", "finished", "interrupted", "failed")
 

@@ -4,7 +4,10 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from argparse import ArgumentError
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +25,16 @@ from typing_extensions import override
 from zdtrain.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, report_error
 from zdtrain.cli.arguments import WHOLE_NUMBER_MODE, configs_first, whole_numbers
 from zdtrain.cli.explain import explain
-from zdtrain.errors import ConfigError
+from zdtrain.errors import ConfigError, ZDTrainWarning
+from zdtrain.monitors import Monitor, Statistics
 from zdtrain.records.recorder import RunRecorder, find_recorder, recorder_for
+from zdtrain.suggest import did_you_mean
 from zdtrain.trainer import Trainer
 
 EXIT_TERMINATED = 143  # 128 + SIGTERM
 
-_NAMED_CLASSES = (LightningModule, LightningDataModule, Callback, Logger, Optimizer, LRScheduler)
+_NAMED_CLASSES = (LightningModule, LightningDataModule, Callback, Logger, Optimizer, LRScheduler, Monitor, Statistics)
+_NO_FILES = ("best", "last", "hpc", "registry")  # what Lightning takes for a checkpoint besides a path
 _PARSER_OPTIONS = {"exit_on_error": False, "allow_abbrev": False}
 
 
@@ -54,7 +60,8 @@ def predict(argv: list[str]) -> int:
 
 def _run(subcommand: str, argv: list[str]) -> int:
     try:
-        TrainingCLI([subcommand, *configs_first(argv)])
+        with one_line_warnings():
+            TrainingCLI([subcommand, *configs_first(argv)])
     except ConfigError:
         raise
     except MisconfigurationException as error:
@@ -73,6 +80,23 @@ def _run(subcommand: str, argv: list[str]) -> int:
     return EXIT_OK
 
 
+@contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Show warnings of ours as one line each, without the place in our source that gave them."""
+    formatted = warnings.formatwarning
+
+    def one_line(message: Any, category: type[Warning], *place: Any, **options: Any) -> str:
+        if not issubclass(category, ZDTrainWarning):
+            return formatted(message, category, *place, **options)
+        return f"zdtrain: warning: {' '.join(str(message).split())}\n"
+
+    warnings.formatwarning = one_line
+    try:
+        yield
+    finally:
+        warnings.formatwarning = formatted
+
+
 class TrainingCLI(LightningCLI):
     """LightningCLI that records a run folder and explains what it refuses.
 
@@ -82,6 +106,9 @@ class TrainingCLI(LightningCLI):
     Raises:
         ConfigError: The configuration names an unknown option or has a value that cannot be used.
     """
+
+    own_options: tuple[str, ...] = ()
+    """Options of the command itself, which a wrong one may have been meant for."""
 
     def __init__(self, args: list[str]) -> None:
         if os.getcwd() not in sys.path:  # class paths name modules of the working directory, as with `python -m`
@@ -119,10 +146,28 @@ class TrainingCLI(LightningCLI):
         try:
             return parser.parse_args(whole_numbers(args))
         except ArgumentError:
-            message = explain(str(first_error), self._subcommand_parsers[args[0]], _NAMED_CLASSES)
-            raise ConfigError(message) from first_error
+            raise ConfigError(self._explain(first_error, args[0])) from first_error
         finally:
             parser.parser_mode = mode
+
+    def _explain(self, error: ArgumentError, subcommand: str) -> str:
+        return explain(str(error), self._subcommand_parsers[subcommand], _NAMED_CLASSES, self.own_options)
+
+    @override
+    def _parse_ckpt_path(self) -> None:
+        """Let the hyperparameters of a checkpoint complete the configuration; refuse what is no checkpoint."""
+        path = str(self.config[self.config.subcommand].get("ckpt_path") or "")
+        if path and "://" not in path and not path.startswith(_NO_FILES) and not Path(path).exists():
+            hint = did_you_mean(Path(path).name, [beside.name for beside in Path(path).parent.glob("*")])
+            raise ConfigError(f"ckpt_path: no file {path}{hint}")
+        try:
+            super()._parse_ckpt_path()
+        except ArgumentError as error:
+            what = self._explain(error, self.config.subcommand)
+            raise ConfigError(f"ckpt_path {path} is of another model: {what}") from error
+        except Exception as error:  # whatever unpickling raises
+            reason = next(iter(str(error).splitlines()), "")
+            raise ConfigError(f"ckpt_path {path} cannot be read: {type(error).__name__}: {reason}") from error
 
     @override
     def instantiate_classes(self) -> None:

@@ -11,15 +11,16 @@ from zdtrain.lint import confirm, files, fix, report
 from zdtrain.lint.linter import NOT_LINTED, Report, lint_paths
 from zdtrain.lint.rules.registry import ALL
 from zdtrain.lint.settings import LEVELS, LintSettings, find_pyproject, load_settings, parse_level
+from zdtrain.parser import Parser, whole_number
 
 
 def _codes(text: str) -> tuple[str, ...]:
     return tuple(code.strip().upper() for code in text.split(",") if code.strip())
 
 
-def lint_parser() -> argparse.ArgumentParser:
+def lint_parser() -> Parser:
     """The options of ``zdtrain lint``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="zdtrain lint",
         description="Find host reads and other obstacles to a captured training step in source files.",
         epilog="Exit status: 0 nothing found, 1 findings, 2 wrong usage or a path that does not exist.",
@@ -45,26 +46,20 @@ def lint_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="pyproject.toml to read (default: the nearest)")
     parser.add_argument("--isolated", action="store_true", help="read no pyproject.toml")
-    parser.add_argument("--jobs", type=_positive, metavar="N", help="processes (default: one per core for large trees)")
+    parser.add_argument(
+        "--jobs", type=whole_number(1), metavar="N", help="processes (default: one a core for large trees)"
+    )
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``zdtrain lint``; returns the exit status."""
-    options = lint_parser().parse_args(argv)
     try:
+        options = lint_parser().parse(sys.argv[1:] if argv is None else argv)
         settings = _settings(options)
         checked = confirm.checked_lines(options.with_check) if options.with_check else {}
     except ConfigError as error:
-        print(f"zdtrain lint: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
     result = lint_paths(options.paths, settings, jobs=options.jobs)
     if options.fix:
         fixed = _apply_fixes(result)
@@ -76,6 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     write = report.statistics if options.statistics else report.FORMATS[options.format]
     sys.stdout.write(write(result))
     return 2 if result.missing else 1 if result.findings else 0
+
+
+def _refuse(error: ConfigError | str) -> int:
+    """Print what is wrong with the usage, in one line; return the exit status."""
+    print(f"zdtrain: error: {error}", file=sys.stderr)
+    return 2
 
 
 def _settings(options: argparse.Namespace) -> LintSettings:
@@ -102,10 +103,13 @@ def _apply_fixes(result: Report) -> int:
 
 def rule_main(argv: Sequence[str] | None = None) -> int:
     """Runs ``zdtrain rule``; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="zdtrain rule", description="Explain a rule of zdtrain lint.")
+    parser = Parser(prog="zdtrain rule", description="Explain a rule of zdtrain lint.")
     parser.add_argument("rule", nargs="*", metavar="RULE", help="a code (ZD101) or a name (item-read)")
     parser.add_argument("--all", action="store_true", help="list all rules")
-    options = parser.parse_args(argv)
+    try:
+        options = parser.parse(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        return _refuse(error)
     if options.all or not options.rule:
         for code, rule in ALL.items():
             print(f"{code}  {rule.severity.label:7}  {rule.name:26}  {rule.summary()}")
@@ -116,7 +120,6 @@ def rule_main(argv: Sequence[str] | None = None) -> int:
         if code not in ALL:
             near = difflib.get_close_matches(wanted, [*ALL, *by_name], n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]}?" if near else "; `zdtrain rule --all` lists them"
-            print(f"zdtrain rule: no rule {wanted!r}{hint}", file=sys.stderr)
-            return 2
+            return _refuse(f"no rule {wanted!r}{hint}")
         print(ALL[code].page())
     return 0
