@@ -168,6 +168,20 @@ def test_a_run_folder_is_continued_from_its_checkpoint(tmp_path):
     assert [event["kind"] for event in run.events if event["kind"] == "continued"] == ["continued"]
 
 
+def test_when_a_checkpoint_is_saved_every_row_but_its_own_is_on_disk(tmp_path):
+    on_disk = []
+
+    class Saving(ModelCheckpoint):
+        def _save_checkpoint(self, trainer, path):
+            super()._save_checkpoint(trainer, path)
+            on_disk.append((trainer.global_step, load_run(trainer.recorder.folder).steps))
+
+    recorder = RunRecorder(tmp_path, chunk_rows=1000, chunk_seconds=1000)
+    saving = Saving(every_n_train_steps=3, save_top_k=-1)
+    Trainer(max_epochs=2, records=recorder, callbacks=[saving], **QUIET).fit(Net(), data())
+    assert on_disk == [(3, [0, 1]), (6, [0, 1, 2, 3, 4])]
+
+
 def test_an_exception_is_recorded_with_its_traceback_and_no_row_is_lost(tmp_path):
     class Failing(Net):
         def training_step(self, batch, batch_idx):

@@ -62,6 +62,14 @@ def test_values_are_written_in_chunks_but_flush_leaves_only_the_newest_step(tmp_
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 
+def test_a_step_that_is_known_to_be_finished_is_written_though_it_is_the_newest(tmp_path):
+    writer = RunWriter(tmp_path, chunk_rows=1000, chunk_seconds=1000)
+    for step in range(5):
+        writer.add(record(step, m=0.0))
+    writer.flush(below=5)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
+
+
 def test_a_continued_run_replaces_the_rows_it_trains_again(tmp_path):
     write_run(tmp_path, range(10), old=1.0)
     write_run(tmp_path, range(6, 12), new=1.0)

@@ -115,7 +115,7 @@ class CanMonitor:
             self._monitoring.settle_now()
         if self.recorder is not None:  # a run that is killed goes on from here: its rows up to here are on disk first
             self._connector.flush()  # type: ignore[attr-defined]
-            self.recorder.flush()
+            self.recorder.flush(below=_own_step(self))
         super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -142,12 +142,12 @@ class MonitorState(Callback):
         """Record the epoch's statistics; report monitors whose metric the first epoch did not log."""
         watched: Any = trainer
         recorder = watched.recorder
-        watched._monitoring.end_epoch(
-            trainer.current_epoch, None if recorder is None else recorder.record_epoch_statistics
-        )
         if not self._reported:
             self._reported = True
             watched._monitoring.report_unknown_metrics()
+        watched._monitoring.end_epoch(
+            trainer.current_epoch, None if recorder is None else recorder.record_epoch_statistics
+        )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Put the averaged weights in place, where a fit validates."""
@@ -183,3 +183,10 @@ class MonitorState(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
         """Keep the averaged weights until training starts."""
         self.averaged = checkpoint.get(AVERAGE_KEY, {})
+
+
+def _own_step(trainer: Any) -> int:
+    """Return the step that a checkpoint saved now ends with, as loggers count; at most one before it."""
+    stepped = trainer.fit_loop.epoch_loop._batches_that_stepped  # without this step until its batch is through
+    counted: int = trainer.global_step  # with this step; else where a batch steps several optimizers, or none
+    return counted - 1 if counted in (stepped, stepped + 1) else stepped - 1

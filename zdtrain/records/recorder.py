@@ -151,10 +151,10 @@ class RunRecorder(Logger):
         self.experiment.summarize(**fields)
 
     @rank_zero_only
-    def flush(self) -> None:
-        """Write the rows of every step but the newest."""
+    def flush(self, *, below: int | None = None) -> None:
+        """Write the rows of every step but the newest, and of those below `below`."""
         if self._writer is not None:
-            self._writer.flush()
+            self._writer.flush(below=below)
 
     @property
     @rank_zero_experiment

@@ -89,13 +89,14 @@ class RowMerger:
         sealed_below = self._newest_training_step
         if sealed_below is None or len(self._open) > _MAX_OPEN_ROWS:  # only logger calls: the newest one stays open
             sealed_below = record.step
-        return self._seal(sealed_below)
+        return self.seal(sealed_below)
 
     def close(self) -> list[Row]:
         """Return every open row."""
-        return self._seal(None)
+        return self.seal(None)
 
-    def _seal(self, below: int | None) -> list[Row]:
+    def seal(self, below: int | None) -> list[Row]:
+        """Return the open rows of steps below `below`, or all: nothing more is expected for them."""
         if len(self._open) == 1 and below in self._open:  # nothing is older
             return []
         sealed = [self._open.pop(step) for step in sorted(self._open) if below is None or step < below]

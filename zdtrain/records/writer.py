@@ -62,11 +62,17 @@ class RunWriter:
         if len(self._queue) >= self._chunk_rows or time.monotonic() - self._last_flush >= self._chunk_seconds:
             self.flush()
 
-    def flush(self) -> None:
-        """Write every finished row; the newest step stays open, since its epoch values may still come."""
+    def flush(self, *, below: int | None = None) -> None:
+        """Write every finished row; the newest step stays open, since its epoch values may still come.
+
+        Args:
+            below: Steps below this one are finished.
+        """
         self._last_flush = time.monotonic()
         records, self._queue = self._queue, []
         rows = [row for record in records for row in self._merger.add(record)]
+        if below is not None:
+            rows += self._merger.seal(below)
         self._write_rows(rows)
         if self._last_flush - self._last_state >= _STATE_SECONDS:
             self.write_state()
