@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 
-from zdtrain.monitors import Statistics
+from zdtrain.monitors import MonitorWarning, Statistics
 from zdtrain.records import load_run
 
 from .runs import Net, differences, loader, run
@@ -55,6 +55,13 @@ def test_a_step_reads_the_numbers_of_the_steps_before_it_at_fixed_addresses():
     assert module.means[0] == 0
     assert module.means[9] != trainer.statistics["train_loss"].mean
     assert trainer.statistics["train_loss"].count == 10
+
+
+def test_a_metric_that_never_appears_is_reported_at_the_end_of_the_first_epoch():
+    said = r"Statistics\('train_los'\): training_step logged no 'train_los'; did you mean 'train_loss'\?"
+    with pytest.warns(MonitorWarning, match=said) as warned:
+        run(Net(), loader(5), monitors=[Statistics("train_los"), Statistics("train_loss")], max_epochs=2)
+    assert sum("Statistics" in str(warning.message) for warning in warned) == 1
 
 
 def test_skipped_steps_do_not_count():

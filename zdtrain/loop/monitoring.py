@@ -18,7 +18,7 @@ from zdtrain.loop.suspects import Suspects
 from zdtrain.monitor.average import WeightAverage
 from zdtrain.monitor.base import Monitor
 from zdtrain.monitor.conditions import NonFinite
-from zdtrain.monitor.events import MonitorEvent, MonitorWarning
+from zdtrain.monitor.events import MonitorEvent, MonitorWarning, nearest
 from zdtrain.monitor.guard import StepGuard
 from zdtrain.monitor.listener import RowListener
 from zdtrain.monitor.statistics import Statistics
@@ -320,9 +320,20 @@ class Monitoring:
         """Warn of monitors whose metric did not appear so far."""
         logged = self._trainer.callback_metrics
         for line in self.listener.unknown_metrics(logged) if self.listener is not None else []:
-            rank_zero_warn(line, category=MonitorWarning)
-            if self._record is not None:
-                self._record("monitor-unknown-metric", message=line)
+            self._warn_of_unknown(line)
+        for kept in self._statistics:
+            self._warn_if_unseen(kept)
+
+    def _warn_if_unseen(self, kept: Statistics) -> None:
+        """Warn of statistics that no value has entered, once the number of values has arrived at the host."""
+        logged = sorted(self._trainer.callback_metrics)
+        said = f"Statistics({kept.metric!r}): training_step logged no {kept.metric!r}; {nearest(kept.metric, logged)}"
+        self._drain.submit([kept.count], lambda values: None if values[0] else self._warn_of_unknown(said))
+
+    def _warn_of_unknown(self, line: str) -> None:
+        rank_zero_warn(line, category=MonitorWarning)
+        if self._record is not None:
+            self._record("monitor-unknown-metric", message=line)
 
     def _tell(self, event: MonitorEvent, monitor: Monitor) -> None:
         if self._record is not None:
