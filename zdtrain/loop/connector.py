@@ -96,6 +96,9 @@ class LoggerConnector(_LoggerConnector):
         if self.rows is not None:
             self.rows.stream.send()
         super().epoch_end_reached()
+        results = self.trainer._results
+        if isinstance(results, StepResults):
+            results.reduce_epoch()
 
     def reset_metrics(self) -> None:
         """Empty the dictionaries."""

@@ -45,7 +45,9 @@ class WindowedOptimization(_AutomaticOptimization):
             torch._foreach_mul_(gradients, window / held)
 
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
-        result = self._normalized_step(kwargs)
+        results: Any = self.trainer.fit_loop.epoch_loop._results
+        with results.reduced_together():
+            result = self._normalized_step(kwargs)
         if result.closure_loss is not None:
             require_one_element(result.closure_loss)
         return result

@@ -1,6 +1,7 @@
 """What `self.log` declared, kept in device-resident slots instead of one torchmetrics object per call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from zdtrain.slots import IDENTITY, Reduction, SlotBank, fold
+from zdtrain.step.reduction import Name, goes_packed, is_reduced, reduce_packed
 
 Declared = dict[tuple[str, str], tuple[tuple[Any, ...], Any]]
 """Flags of `self.log` calls and the entries that they declared, by hook and name."""
@@ -63,7 +65,9 @@ class MetricSlot(_ResultMetric):
     def cumulated_batch_size(self) -> Tensor:  # type: ignore[override]
         """Sum of the batch sizes that a mean was weighted with, shape=(), dtype=int64."""
         self.settle()
-        return torch.as_tensor(self.weight, device=self.cell.device)
+        weight, device = self.weight, self.cell.device
+        # filled, not copied: a copy of a host number would wait for the device
+        return weight.to(device) if isinstance(weight, Tensor) else torch.full((), weight, device=device)
 
     def write(self, value: Tensor | float, batch_size: Any) -> None:
         """Put the step's value into the cell, to be folded into the epoch later."""
@@ -80,13 +84,10 @@ class MetricSlot(_ResultMetric):
         bank.fresh.add(index)
 
     def take(self, value: Tensor, batch_size: Any) -> None:
-        """Write a value that has to be reduced over processes, or noted as not floating, first."""
+        """Write a value that stock Lightning has checked."""
         if not torch.is_floating_point(value):
             warn_not_floating(self.meta, self.cell.dtype)
         self.write(value, batch_size)
-        if self.meta.on_step and self.meta.sync.should:
-            self.settle()  # the epoch is reduced once, at its end: it takes this process's value
-            self.cell.copy_(self.meta.sync(self.cell.clone()))
 
     def settle(self) -> None:
         """Fold a pending value into the epoch by itself."""
@@ -105,9 +106,19 @@ class MetricSlot(_ResultMetric):
         d["_computed"] = None
         d["_update_count"] += 1
 
+    def parts(self) -> dict[str, Tensor]:
+        """Return what of the epoch's value is reduced over processes, shape=() each."""
+        parts = {"value": self.value}
+        if self.reduction == "mean":
+            parts["weight"] = self.cumulated_batch_size
+        return parts
+
     def compute(self) -> Tensor:
         """Return the epoch's value, reduced over processes where the user asked for it."""
         sync = self.meta.sync
+        if goes_packed(sync):
+            name = f"{self.meta.fx}.{self.meta.name}"
+            return computed({name: self})[name]
         value: Tensor = sync(self.value.clone())
         if self.reduction == "mean":
             value = value / (sync(self.cumulated_batch_size) if sync.should else self.weight)
@@ -148,6 +159,8 @@ class StepResults(_ResultCollection):
         self.banks: list[SlotBank] = []
         self.declared: dict[int | None, Declared] = {}  # by index of the data loader
         self.behind: Callable[[], None] | None = None  # puts the step's values into cells that are ahead of it
+        self._unreduced: dict[str, MetricSlot] = {}  # whose cells hold this process's value and should hold all's
+        self._gathers = False
 
     def __setitem__(self, key: str, metric: _ResultMetric) -> None:
         """Keep what `log` declares as a slot, where a slot can hold it."""
@@ -161,8 +174,57 @@ class StepResults(_ResultCollection):
         if isinstance(metric, MetricSlot):
             self._fit(metric, value)
             metric.take(value, batch_size)
+            if metric.meta.on_step and is_reduced(metric.meta.sync):
+                self._unreduced[key] = metric
+                if not self._gathers:
+                    self.reduce_step()
         else:
             super().update_metrics(key, value, batch_size)
+
+    @contextmanager
+    def reduced_together(self) -> Iterator[None]:
+        """Reduce the step values that the body logs with sync_dist at its end, or when somebody reads, in one go.
+
+        The body is what every process runs to its end before anything else that processes do together.
+        """
+        self._gathers = True
+        try:
+            yield
+        except BaseException:
+            self._unreduced.clear()  # the other processes may not come this far
+            raise
+        finally:
+            self._gathers = False
+        self.reduce_step()
+
+    def reduce_step(self) -> None:
+        """Put the values of all processes into cells that hold this process's."""
+        if not self._unreduced:
+            return
+        slots, self._unreduced = self._unreduced, {}
+        self.commit()  # the epoch is reduced once, at its end: it takes this process's values
+        packed = {key: slot for key, slot in slots.items() if goes_packed(slot.meta.sync)}
+        for key, slot in slots.items():
+            if key not in packed:
+                slot.cell.copy_(slot.meta.sync(slot.cell.clone()))
+        reduced = reduce_packed({Name(key): (slot.cell, slot.meta.sync) for key, slot in packed.items()})
+        if packed:
+            torch._foreach_copy_([slot.cell for slot in packed.values()], [reduced[Name(key)] for key in packed])
+
+    def reduce_epoch(self) -> None:
+        """Compute the epoch's values that are reduced over processes, in one go.
+
+        To be called where every process has logged what it logs in steps, and none has read an epoch's value: what is
+        logged later, each process may read at another time, so it is reduced by itself, in the order of the calls.
+        """
+        self.commit()
+        compute_together(
+            {
+                key: entry
+                for key, entry in self.valid_items()
+                if isinstance(entry, MetricSlot) and entry.meta.on_epoch and entry._computed is None
+            }
+        )
 
     def _fit(self, slot: MetricSlot, value: Tensor) -> None:
         """Give `slot` a bank that `value` fits: its device, its dtype or a wider one."""
@@ -222,6 +284,7 @@ class StepResults(_ResultCollection):
     def metrics(self, on_step: bool) -> _METRICS:
         """Return the current values as stock does, but with progress bar values left on the device."""
         self.catch_up()
+        self.reduce_step()
         self.commit()
         found = _METRICS(callback={}, log={}, pbar={})
         for _, metric in self.valid_items():
@@ -249,6 +312,25 @@ class StepResults(_ResultCollection):
         for metric in self.values():
             metric.to(*args, **kwargs)
         return self
+
+
+def compute_together(slots: Mapping[str, MetricSlot]) -> None:
+    """Compute the epoch's values of those `slots` that share an all-reduce."""
+    for key, value in computed({key: slot for key, slot in slots.items() if goes_packed(slot.meta.sync)}).items():
+        slots[key].__dict__["_computed"] = value
+
+
+def computed(slots: Mapping[str, MetricSlot]) -> dict[str, Tensor]:
+    """Return the epoch's values of `slots`, all of them reduced over processes, shape=() each."""
+    parts = {
+        Name(key, part): (value, slot.meta.sync) for key, slot in slots.items() for part, value in slot.parts().items()
+    }
+    reduced = reduce_packed(parts)
+    values: dict[str, Tensor] = {}
+    for key in slots:
+        value, weight = reduced[Name(key, "value")], reduced.get(Name(key, "weight"))
+        values[key] = value.clone() if weight is None else value / weight  # not a view: nobody keeps the vector alive
+    return values
 
 
 def slot_dtype(value: Tensor) -> torch.dtype:
