@@ -1,17 +1,19 @@
 import math
+import re
 import shutil
 import subprocess
+import time
 from html.parser import HTMLParser
 
 import matplotlib.image
 import pytest
 
 from zdtrain.cli import main
-from zdtrain.records import StepRecord
+from zdtrain.records import Run, StepRecord
 from zdtrain.records.folder import create_run_folder
 from zdtrain.records.writer import RunWriter
-from zdtrain.report.series import chart_title, thin_out
-from zdtrain.report.svg import round_ticks
+from zdtrain.report.series import build_charts, chart_title, thin_out
+from zdtrain.report.svg import round_ticks, tick_labels
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -62,9 +64,11 @@ def test_page_of_one_run_holds_its_curves_events_and_facts(runs, capsys):
     page = Page(text)
     assert page.fetched == []
     assert "http" not in text
-    assert page.tags.count("svg") == 4  # loss, learning rate, gradient norm, speed
+    assert page.classes.count("chart") == 4  # loss, learning rate, gradient norm, speed
     assert {"curve", "band", "mean", "marker"} <= set(page.classes)
-    for fact in ("loss: train_loss, val_loss", "learning rate", "gradient norm", "steps per second", "host_reads"):
+    assert page.classes.count("key") == 2  # train_loss and val_loss differ in dashes
+    assert "loss: train_loss, val_loss" in re.sub(r'<svg class="key".*?</svg>', "", text)
+    for fact in ("learning rate", "gradient norm", "steps per second", "host_reads"):
         assert fact in text
     assert "&lt;b&gt;boom" in text
 
@@ -140,6 +144,67 @@ def test_any_value_and_any_name_can_be_drawn(tmp_path):
     assert main(["report", *map(str, folders), "-o", str(page), "--png", str(picture)]) == 0
     assert Page(page.read_text()).tags.count("script") == Page(page.read_text()).tags.count("figure") + 1
     assert picture.stat().st_size > 10_000
+
+
+def test_values_that_are_not_finite_are_marked_and_counted(tmp_path):
+    folder = create_run_folder(tmp_path, "bad")
+    writer = RunWriter(folder)
+    for step in range(40):
+        values = {"loss": math.nan if step % 4 == 3 else 1.0, "norm": math.inf}
+        writer.add(StepRecord(step=step, epoch=0, batch_idx=step, values=values, wall_time=step / 9))
+    writer.close("finished")
+    assert main(["report", str(folder), "--png", str(tmp_path / "bad.png")]) == 0
+    text = (folder / "report.html").read_text()
+    assert "loss: 10 of 40 values are not finite, the first at step 3" in text
+    assert "norm: 40 of 40 values are not finite, the first at step 0" in text
+    assert Page(text).classes.count("chart") == 3
+    assert Page(text).classes.count("missing") == 2
+
+
+def test_events_stand_at_the_step_that_they_name_and_many_of_them_stay_few(tmp_path):
+    folder = create_run_folder(tmp_path, "noisy")
+    writer = RunWriter(folder)
+    for step in range(1000):
+        writer.add(StepRecord(step=step, epoch=0, batch_idx=step, values={"loss": 1.0}, wall_time=step / 9))
+    writer.event("stop", step=137)
+    writer.event("checkpoint", global_step=500)
+    for step in range(1000):
+        writer.event("warned", step=step)
+    writer.close("finished")
+    assert main(["report", str(folder)]) == 0
+    text = (folder / "report.html").read_text()
+    assert "<title>stop at step 137</title>" in text
+    assert "<title>checkpoint at step 499</title>" in text
+    assert text.count("<title>warned") <= 500  # as many as there are pixels
+    assert "603 more in events.jsonl" not in text
+    assert "602 more in events.jsonl" in text
+    assert len(text) < 150_000
+
+
+def test_a_long_run_with_many_events_is_drawn_soon(tmp_path):
+    steps = list(range(100_000))
+    run = Run(
+        folder=tmp_path,
+        steps=steps,
+        epochs=[0] * len(steps),
+        wall_times=[float(step) for step in steps],
+        metrics={"loss": [1.0] * len(steps)},
+        summary={"status": "finished"},
+        hparams={},
+        environment={},
+        epoch_statistics=[],
+        events=[{"kind": "fallback", "wall_time": 100.5 * number} for number in range(900)],
+        is_complete=True,
+    )
+    start = time.perf_counter()
+    (chart, _) = build_charts([run])
+    assert time.perf_counter() - start < 5  # seconds; a search through all rows for every event takes half a minute
+    assert [marker.step for marker in chart.markers[:3]] == [0.0, 100.0, 201.0]
+
+
+def test_labels_of_an_axis_differ():
+    assert tick_labels([99.99985, 99.9999, 99.99995, 100.0]) == ["99.99985", "99.9999", "99.99995", "100"]
+    assert tick_labels([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
 
 
 def test_a_run_without_rows_has_a_page(tmp_path):

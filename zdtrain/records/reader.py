@@ -1,5 +1,6 @@
 """Reading run folders back: rows as columns, documents as dictionaries; no lightning and no torch needed."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,17 +84,16 @@ def load_run(path: str | Path) -> Run:
         raise RecordError(_no_run_folder(folder))
     by_step: dict[int, dict[str, Any]] = {}
     for row in read_rows(folder / METRICS, is_step_row):
-        merged = by_step.setdefault(row["step"], {**row, "values": {}})
-        merged["values"].update(row["values"])
+        if (first := by_step.setdefault(row["step"], row)) is not row:
+            first["values"].update(row["values"])
     rows = [by_step[step] for step in sorted(by_step)]
-    names = list(dict.fromkeys(name for row in rows for name in row["values"]))
     summary = read_document(folder / SUMMARY, is_mapping)
     return Run(
         folder=folder,
         steps=[row["step"] for row in rows],
         epochs=[row["epoch"] for row in rows],
         wall_times=[row["wall_time"] for row in rows],
-        metrics={name: [_value(row["values"].get(name)) for row in rows] for name in names},
+        metrics=_columns([row["values"] for row in rows]),
         summary=summary,
         hparams=read_document(folder / HPARAMS, is_mapping, missing={}),
         environment=read_document(folder / ENVIRONMENT, is_mapping, missing={}),
@@ -111,8 +111,15 @@ def find_runs(root: str | Path) -> list[Path]:
     return []
 
 
-def _value(stored: float | str | None) -> float | None:
-    return None if stored is None else decode_float(stored)
+def _columns(rows: Sequence[Mapping[str, float | str]]) -> dict[str, list[float | None]]:
+    """Turn one mapping per row into one list per name, None where a row has no value."""
+    columns: dict[str, list[float | None]] = {}
+    for number, row in enumerate(rows):
+        for name, stored in row.items():
+            if name not in columns:
+                columns[name] = [None] * len(rows)
+            columns[name][number] = decode_float(stored)
+    return columns
 
 
 def _no_run_folder(folder: Path) -> str:

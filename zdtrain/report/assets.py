@@ -18,7 +18,9 @@ h1 { font-size: 26px; margin: 0 0 8px; } h2, summary { font-size: 17px; font-wei
 figure { margin: 0; padding: 14px 14px 8px; background: var(--card); border: 1px solid var(--rule);
   border-radius: 10px; }
 figcaption { font-weight: 600; margin-bottom: 6px; overflow-wrap: anywhere; }
-svg { width: 100%; height: auto; display: block; } output { display: block; min-height: 21px; font-size: 13px;
+.chart { width: 100%; height: auto; display: block; } .key { width: 24px; height: 6px; margin: 0 5px 2px 2px; }
+.key line { stroke: var(--ink); stroke-width: 1.6; } figure p { margin: 0; font-size: 13px; color: #e03131; }
+.missing { stroke: #e03131; stroke-width: 1.5; } output { display: block; min-height: 21px; font-size: 13px;
   color: var(--soft); }
 .grid { stroke: var(--rule); } .tick { fill: var(--soft); font-size: 12px; } .cursor { stroke: var(--soft); }
 .run0 { --c: var(--run0); } .run1 { --c: var(--run1); } .run2 { --c: var(--run2); }
@@ -30,18 +32,18 @@ svg { width: 100%; height: auto; display: block; } output { display: block; min-
 .marker[data-kind="exception"] { stroke: #e03131; stroke-width: 2; stroke-dasharray: none; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 4px 20px 4px 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
-tbody th { font-weight: 400; color: var(--soft); white-space: nowrap; } td { overflow-wrap: anywhere; }
+tbody th { font-weight: 400; color: var(--soft); min-width: 14ch; max-width: 40ch; overflow-wrap: anywhere; }
+td, thead th { min-width: 19ch; max-width: 60ch; overflow-wrap: break-word; }
 """
 
 SCRIPT = """// Under the pointer: the value of every curve at the nearest step.
 for (const figure of document.querySelectorAll("figure")) {
-  const svg = figure.querySelector("svg");
+  const svg = figure.querySelector(".chart");
   const cursor = svg.querySelector(".cursor");
   const out = figure.querySelector("output");
   const lines = JSON.parse(figure.querySelector("script").textContent);
-  const steps = lines.flatMap(line => line.steps);
-  const low = Math.min(...steps);
-  const high = Math.max(...steps, low + 1);
+  if (!lines.length) continue;  // nothing but values that are not finite
+  const [low, high] = [Number(svg.dataset.low), Number(svg.dataset.high)];
   const [left, right, width] = [64, 548, 560];
   svg.addEventListener("pointermove", event => {
     const box = svg.getBoundingClientRect();

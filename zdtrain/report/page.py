@@ -5,10 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from zdtrain.records.folder import EVENTS
 from zdtrain.records.reader import Run
 from zdtrain.report.assets import SCRIPT, STYLE
-from zdtrain.report.series import Chart, build_charts
-from zdtrain.report.svg import draw_chart
+from zdtrain.report.series import Chart, Line, build_charts
+from zdtrain.report.svg import draw_chart, draw_key
 
 _FACTS = ("status", "num_steps", "last_step", "seconds", "steps_per_second")
 
@@ -60,20 +61,34 @@ def _fold(title: str, content: str) -> str:
 
 def _figure(chart: Chart, runs: Sequence[Run]) -> str:
     metrics = list(dict.fromkeys(line.metric for line in chart.lines))
-    caption = chart.title if metrics in ([chart.title], ["speed"]) else f"{chart.title}: {', '.join(metrics)}"
+    caption = escape(chart.title)
+    if metrics not in ([chart.title], ["speed"]):
+        keys = [draw_key(number) if len(metrics) > 1 else "" for number in range(len(metrics))]
+        caption += ": " + ", ".join(f"{k}{escape(metric)}" for k, metric in zip(keys, metrics, strict=True))
     data = [
         {
-            "name": line.metric if len(runs) == 1 else f"{runs[line.run].name} {line.metric}",
+            "name": _line_name(line, runs),
             "steps": line.steps,
             "values": line.values,
         }
         for line in chart.lines
+        if line.values
     ]
+    notes = "".join(f"<p>{escape(_missing(line, runs))}</p>" for line in chart.lines if line.missing)
     embedded = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     return (
-        f"<figure><figcaption>{escape(caption)}</figcaption>{draw_chart(chart)}"
+        f"<figure><figcaption>{caption}</figcaption>{draw_chart(chart)}{notes}"
         f'<output></output><script type="application/json">{embedded}</script></figure>'
     )
+
+
+def _line_name(line: Line, runs: Sequence[Run]) -> str:
+    return line.metric if len(runs) == 1 else f"{runs[line.run].name} {line.metric}"
+
+
+def _missing(line: Line, runs: Sequence[Run]) -> str:
+    first = f"the first at step {line.missing[0]:g}"
+    return f"{_line_name(line, runs)}: {len(line.missing)} of {line.num_values} values are not finite, {first}"
 
 
 def _facts(runs: Sequence[Run]) -> dict[str, list[Any]]:
@@ -103,9 +118,18 @@ def _events(runs: Sequence[Run]) -> str:
     items = [
         f'<li><span class="swatch run{index}"></span><b>{escape(event["kind"])}</b> {escape(_event_text(event))}</li>'
         for index, run in enumerate(runs)
-        for event in run.events
+        for event in _ends(run.events)
     ]
     return f'<ul class="events">{"".join(items)}</ul>' if items else ""
+
+
+def _ends(events: Sequence[Mapping[str, Any]], limit: int = 200) -> list[Mapping[str, Any]]:
+    """Return the first and the last events where there are many: a monitor may warn in every step."""
+    num_left_out = len(events) - 2 * limit
+    if num_left_out <= 0:
+        return list(events)
+    gap = {"kind": "…", "message": f"{num_left_out} more in {EVENTS}"}
+    return [*events[:limit], gap, *events[-limit:]]
 
 
 def _event_text(event: Mapping[str, Any]) -> str:

@@ -24,7 +24,9 @@ def save_png(runs: Sequence[Run], path: str | Path) -> None:
     charts = build_charts(runs)
     num_columns = min(2, len(charts)) or 1
     num_rows = math.ceil(len(charts) / num_columns) or 1
-    figure = Figure(figsize=(7 * num_columns, 3.6 * num_rows), layout="constrained")
+    width, height = 7 * num_columns, 3.8 * num_rows
+    figure = Figure(figsize=(width, height))  # margins by hand: matplotlib's layouts draw all charts twice
+    figure.subplots_adjust(0.8 / width, 0.6 / height, 1 - 0.2 / width, 1 - 0.4 / height, wspace=0.16, hspace=0.36)
     for number, chart in enumerate(charts, start=1):
         axes = figure.add_subplot(num_rows, num_columns, number)
         metrics = list(dict.fromkeys(line.metric for line in chart.lines))
@@ -38,10 +40,12 @@ def save_png(runs: Sequence[Run], path: str | Path) -> None:
             if line.band is not None:
                 axes.fill_between(line.band.steps, line.band.minima, line.band.maxima, color=color, alpha=0.15)
                 axes.plot(line.band.steps, line.band.means, color=color, linewidth=2)
+            top = [1.0] * len(line.missing)
+            axes.plot(line.missing, top, "|", color="#e03131", transform=axes.get_xaxis_transform())
         axes.set_title(_shown(chart.title), parse_math=False)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-        for text in axes.legend(fontsize="small").get_texts():
+        for text in axes.legend(fontsize="small", loc="upper right").get_texts():
             text.set_parse_math(False)  # a dollar sign in a name begins no formula
     figure.savefig(path, dpi=110)
 

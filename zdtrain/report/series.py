@@ -1,9 +1,10 @@
 """From the rows of runs to the lines of charts: which metrics share a chart, and how many points a curve needs."""
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 from zdtrain.records.reader import Run
@@ -47,6 +48,10 @@ class Line:
     """Vertical positions, all finite and at most 1e300."""
     band: Band | None = None
     """Epoch statistics, where an epoch has more than one value."""
+    missing: list[float] = field(default_factory=list)
+    """Steps whose value has no place on an axis: NaN, or infinite."""
+    num_values: int = 0
+    """Values of the run, drawn or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +86,7 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
             titles.setdefault(chart_title(metric), []).append((index, metric))
     markers = [marker for index, run in enumerate(runs) for marker in _markers(index, run)]
     charts = [
-        Chart(title=title, lines=[line for i, m in found if (line := _line(i, runs[i], m)).values], markers=markers)
+        Chart(title=title, lines=[line for i, m in found if (line := _line(i, runs[i], m)).num_values], markers=markers)
         for title, found in titles.items()
     ]
     charts.append(Chart(title="steps per second", lines=list(_speed(runs)), markers=[]))
@@ -114,7 +119,15 @@ def _line(index: int, run: Run, metric: str) -> Line:
     steps, values = run.series(metric)
     finite = [(float(step), value) for step, value in zip(steps, values, strict=True) if _is_drawable(value)]
     thin_steps, thin_values = thin_out([step for step, _ in finite], [value for _, value in finite])
-    return Line(run=index, metric=metric, steps=thin_steps, values=thin_values, band=_band(run, metric))
+    return Line(
+        run=index,
+        metric=metric,
+        steps=thin_steps,
+        values=thin_values,
+        band=_band(run, metric),
+        missing=[float(step) for step, value in zip(steps, values, strict=True) if not _is_drawable(value)],
+        num_values=len(values),
+    )
 
 
 def _band(run: Run, metric: str) -> Band | None:
@@ -141,12 +154,27 @@ def _is_drawable(value: Any) -> bool:
 
 
 def _markers(index: int, run: Run) -> Iterable[Marker]:
-    """Place events by their wall time, the only position that every event has."""
+    """Place events at the step that they name, others at the last one before their wall time."""
+    if not run.steps:
+        return
+    timeline = sorted(zip(run.wall_times, run.steps, strict=True))
+    times = [at for at, _ in timeline]
+    reached = list(accumulate((step for _, step in timeline), max))
     for event in run.events:
-        if event["kind"] == "start" or not run.steps:
+        if event["kind"] == "start":
             continue
-        before = [step for step, at in zip(run.steps, run.wall_times, strict=True) if at <= event["wall_time"]]
-        yield Marker(run=index, step=float(max(before, default=run.steps[0])), kind=event["kind"])
+        before = bisect_right(times, event["wall_time"])
+        step = _step_of(event)
+        if step is None:
+            step = reached[before - 1] if before else run.steps[0]
+        yield Marker(run=index, step=float(step), kind=event["kind"])
+
+
+def _step_of(event: Mapping[str, Any]) -> int | None:
+    """Return the step that an event is about; `global_step` counts the steps so far, so it is one more."""
+    if isinstance(event.get("step"), int):
+        return int(event["step"])
+    return max(0, event["global_step"] - 1) if isinstance(event.get("global_step"), int) else None
 
 
 def _speed(runs: Sequence[Run], num_stretches: int = 50) -> Iterable[Line]:
@@ -160,5 +188,9 @@ def _speed(runs: Sequence[Run], num_stretches: int = 50) -> Iterable[Line]:
         ]
         if points:
             yield Line(
-                run=index, metric="speed", steps=[step for step, _ in points], values=[rate for _, rate in points]
+                run=index,
+                metric="speed",
+                steps=[step for step, _ in points],
+                values=[float(f"{rate:.4g}") for _, rate in points],
+                num_values=len(points),
             )

@@ -16,10 +16,11 @@ class Axes:
 
     Args:
         steps: Every step that has to fit.
-        values: Every value that has to fit.
+        values: Every value that has to fit; none where no value is a number.
     """
 
     def __init__(self, steps: Sequence[float], values: Sequence[float]) -> None:
+        values = values or (0.0,)
         self.x_ticks = round_ticks(min(steps), max(steps))
         self.y_ticks = round_ticks(min(values), max(values))
         self.x_range = (min(steps), max(max(steps), min(steps) + 1))
@@ -40,20 +41,42 @@ def draw_chart(chart: Chart) -> str:
     """Return `chart` as an ``<svg>`` element."""
     bands = [line.band for line in chart.lines if line.band is not None]
     axes = Axes(
-        [step for line in chart.lines for step in line.steps],
+        [step for line in chart.lines for step in (*line.steps, *line.missing)],
         [v for line in chart.lines for v in line.values] + [v for band in bands for v in (*band.minima, *band.maxima)],
     )
     metrics = list(dict.fromkeys(line.metric for line in chart.lines))
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)} over steps">',
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)} over steps" '
+        f'data-low="{axes.x_range[0]:g}" data-high="{axes.x_range[1]:g}">',
         *_grid(axes),
-        *(_marker(axes, marker) for marker in chart.markers),
+        *(_marker(axes, marker) for marker in _apart(axes, chart.markers)),
         *(_band(axes, line.run, line.band) for line in chart.lines if line.band is not None),
-        *(_curve(axes, line, _DASHES[metrics.index(line.metric) % len(_DASHES)]) for line in chart.lines),
+        *(_curve(axes, line, dashes(metrics.index(line.metric))) for line in chart.lines if line.values),
+        *(_missing(axes, line) for line in chart.lines if line.missing),
         '<line class="cursor" y1="12" y2="264" visibility="hidden"/>',
         "</svg>",
     ]
     return "\n".join(parts)
+
+
+def dashes(number: int) -> str:
+    """Return the dashes of the metric with this number in its chart."""
+    return _DASHES[number % len(_DASHES)]
+
+
+def draw_key(number: int) -> str:
+    """Return a short piece of the line of the metric with this number in its chart."""
+    line = f'<line x2="24" y1="3" y2="3" stroke-dasharray="{dashes(number)}"/>'
+    return f'<svg class="key" viewBox="0 0 24 6">{line}</svg>'
+
+
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """Return `ticks` with as few digits as tell them apart, at least six."""
+    for num_digits in range(6, 17):
+        labels = [f"{tick:.{num_digits}g}" for tick in ticks]
+        if len(set(labels)) == len(set(ticks)):
+            break
+    return labels
 
 
 def round_ticks(low: float, high: float, target: int = 5) -> list[float]:
@@ -72,8 +95,8 @@ def round_ticks(low: float, high: float, target: int = 5) -> list[float]:
 def _grid(axes: Axes) -> list[str]:
     lines = [
         f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{axes.y(tick)}" y2="{axes.y(tick)}"/>'
-        f'<text class="tick" x="{_LEFT - 8}" y="{axes.y(tick) + 4}" text-anchor="end">{tick:.6g}</text>'
-        for tick in axes.y_ticks
+        f'<text class="tick" x="{_LEFT - 8}" y="{axes.y(tick) + 4}" text-anchor="end">{label}</text>'
+        for tick, label in zip(axes.y_ticks, tick_labels(axes.y_ticks), strict=True)
     ]
     lines += [
         f'<text class="tick" x="{axes.x(tick)}" y="{HEIGHT - _BOTTOM + 18}" text-anchor="middle">{tick:g}</text>'
@@ -110,3 +133,14 @@ def _marker(axes: Axes, marker: Marker) -> str:
         f'<line class="marker run{marker.run}" data-kind="{kind}" x1="{x}" x2="{x}" y1="{top}" y2="{HEIGHT - _BOTTOM}">'
         f"<title>{kind} at step {marker.step:g}</title></line>"
     )
+
+
+def _apart(axes: Axes, markers: Sequence[Marker]) -> list[Marker]:
+    """Return one marker of each kind and run where several would be drawn upon each other."""
+    return list({(marker.run, marker.kind, round(axes.x(marker.step))): marker for marker in markers}.values())
+
+
+def _missing(axes: Axes, line: Line) -> str:
+    """Ticks at the upper edge, where a value is not finite."""
+    ticks = "".join(f"M{x},{_TOP}v8" for x in dict.fromkeys(round(axes.x(step)) for step in line.missing))
+    return f'<path class="missing run{line.run}" d="{ticks}"/>'
