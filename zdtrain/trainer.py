@@ -1,7 +1,8 @@
 """The `lightning.pytorch.Trainer` subclass that people import."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
         self._take_monitors(self.options)
         self.recorder = recorder
         if recorder is not None:
-            attach_recorder(self, recorder)
+            attach_recorder(self, recorder, _settings(kwargs, self.options))
             stream = StepStream(self.drain, [recorder])
             self._connector.rows = StepRows(epoch_loop.results, stream)
 
@@ -158,6 +159,13 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
         finally:
             self._connector.flush()  # nothing that a finished step logged is lost, whatever ended the stage
             self.fit_loop.epoch_loop.plan = None  # nothing of the steps is kept, nor pickled
+
+
+def _settings(arguments: Mapping[str, Any], options: TrainerOptions) -> dict[str, Any]:
+    """Return what somebody chose about training: arguments of stock, and those of ours that are not the default."""
+    ours = {f.name: getattr(options, f.name) for f in fields(options) if getattr(options, f.name) != f.default}
+    elsewhere = ("records", "logger", "default_root_dir", "scalars")
+    return {k: v for k, v in {**arguments, **ours}.items() if k not in elsewhere and v is not None}
 
 
 def _joint_signature() -> inspect.Signature:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from zdtrain import Trainer
 from zdtrain.errors import ConfigError
+from zdtrain.monitors import Threshold
 from zdtrain.records import RecordError, RecordWarning, RunRecorder, find_runs, load_run
 
 QUIET = {
@@ -145,6 +146,19 @@ def test_checkpoints_lie_in_the_run_folder_with_their_hyperparameters(tmp_path):
     assert note["hparams"]["optimizers"][0]["class"] == "torch.optim.sgd.SGD"
     assert note["monitor"] == "val"
     assert note["value"] == pytest.approx(float(best.current_score))
+
+
+def test_hyperparameters_hold_what_was_chosen_for_the_trainer(tmp_path):
+    monitors = [Threshold("loss", above=9.0)]
+    options = {**QUIET, "gradient_clip_val": 0.5, "monitors": monitors, "callbacks": [ModelCheckpoint()]}
+    first, second = (Trainer(max_epochs=1, records=tmp_path, **options) for _ in range(2))
+    first.fit(Net(), data())
+    second.fit(Net(), data())
+    settings = load_run(first.recorder.folder).hparams["trainer"]
+    assert (settings["max_epochs"], settings["gradient_clip_val"]) == (1, 0.5)
+    assert settings["monitors"] == ["Threshold('loss > 9', then='warn')"]
+    assert "capture" not in settings
+    assert load_run(second.recorder.folder).hparams == load_run(first.recorder.folder).hparams
 
 
 def test_environment_says_where_the_run_ran(tmp_path):

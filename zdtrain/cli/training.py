@@ -216,6 +216,6 @@ class RecordConfigCallback(SaveConfigCallback):
             self.already_saved = True
             recorder.record_config(self.parser.dump(self.config, skip_none=False))
             config = json.loads(self.parser.dump(self.config, format="json"))
-            sections = ("seed_everything", "model", "data", "optimizer", "lr_scheduler")
+            sections = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
             recorder.log_hyperparams({key: config[key] for key in sections if config.get(key) is not None})
             print_run_folder(recorder)

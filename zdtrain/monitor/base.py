@@ -65,6 +65,9 @@ class Monitor:
         """Return the condition in words."""
         return self._option
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.describe()!r}, then={self.action!r})"
+
     def to(self, device: torch.device) -> None:
         """Move thresholds; the tensor objects stay the same."""
         for value in self._values.values():

@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 NAN, POSITIVE_INFINITY, NEGATIVE_INFINITY = "NaN", "Infinity", "-Infinity"
 _encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps would build an encoder for every line
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NONFINITE = {NAN: math.nan, POSITIVE_INFINITY: math.inf, NEGATIVE_INFINITY: -math.inf}
 
 
@@ -69,7 +71,7 @@ def _described(value: Any, around: tuple[int, ...]) -> Any:
     try:
         if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
             return to_plain(value.item(), around)
-        return repr(value)
+        return _ADDRESS.sub("", repr(value))  # two runs with the same settings say the same
     except Exception:  # whatever code of others raises
         return f"<{type(value).__module__}.{type(value).__qualname__}>"
 

@@ -7,6 +7,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 
 from lightning.fabric.loggers.logger import _DummyExperiment, rank_zero_experiment
@@ -287,10 +288,12 @@ class RecordCallback(Callback):
 
     Args:
         recorder: The recorder of the same trainer.
+        settings: Arguments of the trainer.
     """
 
-    def __init__(self, recorder: RunRecorder) -> None:
+    def __init__(self, recorder: RunRecorder, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._recorder = recorder
+        self._settings = dict(settings)
         self._described = False
 
     @override
@@ -302,6 +305,8 @@ class RecordCallback(Callback):
                 callback.dirpath = str((folder / CHECKPOINTS).absolute())
         if not self._described:
             self._described = True
+            if self._settings:
+                recorder.log_hyperparams({"trainer": self._settings})
             recorder.record_environment(
                 model=type(pl_module),
                 device=str(trainer.strategy.root_device),
@@ -355,10 +360,16 @@ def recorder_for(
     return RunRecorder(folder=records) if is_run_folder(records) else RunRecorder(records, name=name)
 
 
-def attach_recorder(trainer: Trainer, recorder: RunRecorder) -> None:
-    """Let `recorder` record what `trainer` does; it comes last, so that ``trainer.logger`` stays the user's."""
+def attach_recorder(trainer: Trainer, recorder: RunRecorder, settings: Mapping[str, Any]) -> None:
+    """Let `recorder` record what `trainer` does; it comes last, so that ``trainer.logger`` stays the user's.
+
+    Args:
+        trainer: The trainer.
+        recorder: The recorder.
+        settings: Arguments of the trainer, kept with the hyperparameters.
+    """
     trainer.loggers = [*trainer.loggers, recorder]
-    trainer.callbacks.insert(0, RecordCallback(recorder))  # type: ignore[attr-defined]
+    trainer.callbacks.insert(0, RecordCallback(recorder, to_plain(settings)))  # type: ignore[attr-defined]
 
 
 def find_recorder(loggers: list[Logger]) -> RunRecorder | None:
