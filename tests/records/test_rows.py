@@ -1,12 +1,13 @@
 import math
 import statistics
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zdtrain.records.encoding import dump_line
-from zdtrain.records.rows import EpochTable, MetricStatistics, Row, RowMerger, alike, encode_rows
+from zdtrain.records.rows import EpochTable, MetricStatistics, Row, RowMerger, encode_rows, joined
 from zdtrain.records.types import StepRecord
 
 
@@ -105,14 +106,15 @@ def test_rows_that_are_alike_are_encoded_as_one_by_one(values, name, epoch):
         Row(step=step, epoch=epoch, batch_idx=step or None, wall_time=1.7e9 + step / 7, values={name: value, "b": 1.5})
         for step, value in enumerate(values)
     ]
-    encoded = [line for some in alike(rows) for line in encode_rows(some)]
-    assert encoded == [dump_line(row.as_dict()) for row in rows]
+    encoded = [line for table in joined(row.as_table() for row in rows) for line in encode_rows(table)]
+    assert encoded == [dump_line({**asdict(row), "wall_time": round(row.wall_time, 6)}) for row in rows]
 
 
 def test_epochs_are_kept_apart():
     table = EpochTable()
     for step, epoch in ((0, 0), (1, 0), (2, 1)):
-        table.update([Row(step=step, epoch=epoch, batch_idx=step, wall_time=float(step), values={"m": float(step)})])
+        row = Row(step=step, epoch=epoch, batch_idx=step, wall_time=float(step), values={"m": float(step)})
+        table.update(row.as_table())
     first, second = table.as_list()
     assert (first["first_step"], first["last_step"], first["num_steps"], first["seconds"]) == (0, 1, 2, 1.0)
     assert first["metrics"]["m"]["mean"] == 0.5

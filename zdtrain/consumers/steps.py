@@ -1,15 +1,15 @@
 """From the ring to everybody who wants the values of every single step."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, pairwise
 from time import monotonic
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from zdtrain.drain import Drain, Value
-from zdtrain.records.types import StepRecord
+from zdtrain.records.types import StepTable
 from zdtrain.ring import MetricRing
 
 CHUNK_ROWS = 64
@@ -19,7 +19,7 @@ CHUNK_SECONDS = 0.5
 class StepConsumer(Protocol):
     """Somebody who wants the values of every step."""
 
-    def record_steps(self, records: Sequence[StepRecord]) -> None:
+    def record_steps(self, table: StepTable) -> None:
         """Take the values of finished steps, one or more; called in order."""
 
 
@@ -60,19 +60,19 @@ class RowWatcher(Protocol):
     def watch(self, rows: Tensor, layout: RowLayout, stamps: Sequence[Stamp]) -> None:
         """Look at a chunk of rows on the device, shape=(len(stamps), columns); nobody writes to it again."""
 
-    def hear(self, stamps: Sequence[Stamp], layout: RowLayout, numbers: Sequence[Value]) -> int:
-        """Take in rows that have arrived, side by side; return how many of them, from the first on, consumers get."""
+    def hear(self, stamps: Sequence[Stamp], layout: RowLayout, rows: Sequence[Sequence[Value]]) -> int:
+        """Take in rows that have arrived; return how many of them, from the first on, consumers get."""
 
     def tell(self) -> None:
         """Say what there is to say of the rows heard last; consumers have them."""
 
 
 class StepStream:
-    """Collects a row per step on the device and hands them over in chunks, as `StepRecord`s in order.
+    """Collects a row per step on the device and hands them over in chunks, as `StepTable`s in order.
 
     Args:
         drain: The way to the host.
-        consumers: Who gets the records.
+        consumers: Who gets the values.
         chunk_rows: Rows that travel together.
         watcher: Who looks at the rows first.
     """
@@ -127,22 +127,30 @@ class StepStream:
             self.watcher.watch(rows, layout, stamps)
 
     def _hand_over(self, stamps: Sequence[Stamp], layout: RowLayout, numbers: Sequence[Value]) -> None:
-        watcher = self.watcher
-        count = len(stamps) if watcher is None else watcher.hear(stamps, layout, numbers)
-        records = list(_records(stamps[:count], layout, numbers)) if self._consumers else []
-        for consumer in self._consumers if records else ():
-            consumer.record_steps(records)
+        watcher, columns = self.watcher, sum(layout.widths)
+        rows = [numbers[first : first + columns] for first in range(0, len(numbers), columns)]
+        count = len(stamps) if watcher is None else watcher.hear(stamps, layout, rows)
+        if self._consumers:
+            for table in _tables(stamps[:count], layout.names, rows):
+                for consumer in self._consumers:
+                    consumer.record_steps(table)
         if watcher is not None:
             watcher.tell()
 
 
-def _records(stamps: Sequence[Stamp], layout: RowLayout, numbers: Sequence[Value]) -> Iterator[StepRecord]:
-    names, columns = layout.names, sum(layout.widths)
-    for index, (step, epoch, batch_idx, present, _, wall_time) in enumerate(stamps):
-        first = index * columns
-        shown: Iterable[tuple[str, Value]] = zip(names, numbers[first : first + len(names)], strict=True)
-        if False in present:
-            shown = compress(shown, present)
-        values = dict(shown)
-        if values:
-            yield StepRecord(step=step, epoch=epoch, wall_time=wall_time, batch_idx=batch_idx, values=values)
+def _tables(stamps: Sequence[Stamp], names: tuple[str, ...], rows: Sequence[Sequence[Value]]) -> Iterator[StepTable]:
+    """Yield the values to be shown of steps that show the same ones, together."""
+    changes = [i for i, (a, b) in enumerate(pairwise(stamps), 1) if a.present != b.present or a.epoch != b.epoch]
+    for first, end in pairwise([0, *changes, len(stamps)]):
+        if first == end or True not in stamps[first].present:
+            continue
+        some, present = stamps[first:end], stamps[first].present
+        values = [row[: len(names)] for row in rows[first:end]]
+        yield StepTable(
+            epoch=some[0].epoch,
+            names=tuple(compress(names, present)),
+            steps=[stamp.step for stamp in some],
+            batches=[stamp.batch_idx for stamp in some],
+            wall_times=[stamp.wall_time for stamp in some],
+            values=[list(compress(row, present)) for row in values] if False in present else values,
+        )

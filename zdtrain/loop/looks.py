@@ -7,6 +7,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from zdtrain.slots import SlotBank
 from zdtrain.step.results import MetricSlot, StepResults
 
 
@@ -21,15 +22,24 @@ class Logged:
     def __init__(self, results: StepResults, wanted: set[str] | None) -> None:
         self._results = results
         self._wanted = wanted
+        self._layout = -1
         self._entries: list[tuple[str, Any]] = []
-        self._known = 0
+        self._indices: list[tuple[SlotBank, set[int]]] = []  # where all entries lie
+        self._all: dict[str, Tensor] | None = None  # cells of all entries, where that is all there is
 
     def cells(self) -> dict[str, Tensor]:
-        """Return the values that were logged since the step began, 0-D."""
-        results = self._results
-        if len(results) != self._known:
-            self._known = len(results)
-            self._entries = [(name, entry) for entry in results.values() for name in self._names(entry)]
+        """Return the values that were logged since the step began, 0-D.
+
+        The dictionary of steps that log everything is the same one, and so are its tensors, until others are logged.
+        """
+        if self._results.layout != self._layout:
+            self._look_around()
+        if self._all is not None:
+            for bank, indices in self._indices:
+                if not indices <= bank.fresh:
+                    break
+            else:
+                return self._all
         found = {}
         for name, entry in self._entries:
             if isinstance(entry, MetricSlot):
@@ -38,6 +48,19 @@ class Logged:
             elif entry._forward_cache is not None:
                 found[name] = entry._forward_cache.detach().reshape(())
         return found
+
+    def _look_around(self) -> None:
+        results = self._results
+        self._layout = results.layout
+        self._entries = [(name, entry) for entry in results.values() for name in self._names(entry)]
+        indices: dict[SlotBank, set[int]] = {}
+        self._all = None
+        for _, entry in self._entries:
+            if not isinstance(entry, MetricSlot) or entry.bank is None:
+                return
+            indices.setdefault(entry.bank, set()).add(entry.index)
+        self._indices = list(indices.items())
+        self._all = {name: entry.cell for name, entry in self._entries}
 
     def _names(self, entry: Any) -> list[str]:
         names = dict.fromkeys((entry.meta.name, self._results._forked_name(entry, on_step=True)[1]))

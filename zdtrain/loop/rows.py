@@ -51,7 +51,7 @@ class StepRows:
     def _row(self, step: int, epoch: int, batch_idx: int) -> tuple[list[Tensor], Stamp] | None:
         self._results.catch_up()
         listener = self._listener
-        if len(self._results) != self._known or sum([bank.size for bank in self._banks]) != len(self._slots):
+        if self._results.layout != self._known:
             self._lay_out()
         if not self._layout.names and listener is None:
             return None
@@ -66,18 +66,21 @@ class StepRows:
         if cached:
             values = torch.stack([torch.zeros(()) if v is None else v.detach().reshape(()) for v in cached])
             parts = [*parts[: len(self._banks)], values, *parts[len(self._banks) :]]
-        stamp = Stamp(step=step, epoch=epoch, batch_idx=batch_idx, present=present, fresh=fresh, wall_time=time.time())
-        return parts, stamp
+        return parts, Stamp(step, epoch, batch_idx, present, fresh, time.time())
 
     def _fresh(self, cached: list[Tensor | None]) -> tuple[bool, ...]:
-        if not (cached and any(v is None for v in cached)) and all(len(b.fresh) == b.size for b in self._banks):
-            return self._all
+        if not (cached and any(v is None for v in cached)):
+            for bank in self._banks:
+                if len(bank.fresh) != bank.size:
+                    break
+            else:
+                return self._all
         fresh = [index in bank.fresh for bank in self._banks for index in range(bank.size)]
         return (*fresh, *(value is not None for value in cached))
 
     def _lay_out(self) -> None:
         results = self._results
-        self._known = len(results)
+        self._known = results.layout
         self._banks = [bank for bank in results.banks if bank.size]
         by_cell = {
             (id(m.bank), m.index): m for m in results.values() if isinstance(m, MetricSlot) and m.bank is not None

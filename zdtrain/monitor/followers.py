@@ -1,6 +1,7 @@
 """Conditions with a memory, followed on the host: for monitors that only inform, from the numbers that have arrived."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from zdtrain.monitor.base import Monitor
@@ -10,8 +11,8 @@ from zdtrain.monitor.conditions import INF, Plateau, Spike
 class Follower(Protocol):
     """The memory of one monitor; the same rules as those of its panel."""
 
-    def decide(self, value: float, limit: float) -> bool:
-        """Take in a value; return whether the condition holds against the limit that it is compared with."""
+    def decide(self, values: Sequence[float], limit: float) -> list[bool]:
+        """Take in successive values; return for each whether the condition holds against the limit."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the memory."""
@@ -26,13 +27,17 @@ class PlateauFollower:
     def __init__(self, monitor: Plateau) -> None:
         self._sign, self._best = monitor.sign, INF
 
-    def decide(self, value: float, limit: float) -> bool:
+    def decide(self, values: Sequence[float], limit: float) -> list[bool]:
         """See `Follower`."""
-        value *= self._sign
-        better = value < self._best - limit
-        if better:
-            self._best = value
-        return not better
+        sign, best, holds = self._sign, self._best, []
+        for number in values:
+            value = number * sign
+            better = value < best - limit
+            if better:
+                best = value
+            holds.append(not better)
+        self._best = best
+        return holds
 
     def state_dict(self) -> dict[str, Any]:
         """See `Follower`."""
@@ -51,19 +56,23 @@ class SpikeFollower:
         self._mean = self._variance = 0.0
         self._count = 0
 
-    def decide(self, value: float, limit: float) -> bool:
+    def decide(self, values: Sequence[float], limit: float) -> list[bool]:
         """See `Follower`."""
-        ceiling = self._mean + limit * math.sqrt(self._variance)
-        spike = value > ceiling and self._count >= self._min_steps
-        delta = (ceiling if spike else value) - self._mean
-        if not math.isfinite(delta):
-            delta = 0.0
-        self._count += 1
-        weight = max(1 / self._count, self._least_weight)
-        shift = weight * delta
-        self._mean += shift
-        self._variance = (self._variance + delta * shift) * (1 - weight)
-        return spike
+        mean, variance, count, holds = self._mean, self._variance, self._count, []
+        for value in values:
+            ceiling = mean + limit * math.sqrt(variance)
+            spike = value > ceiling and count >= self._min_steps
+            delta = (ceiling if spike else value) - mean
+            if not math.isfinite(delta):
+                delta = 0.0
+            count += 1
+            weight = max(1 / count, self._least_weight)
+            shift = weight * delta
+            mean += shift
+            variance = (variance + delta * shift) * (1 - weight)
+            holds.append(spike)
+        self._mean, self._variance, self._count = mean, variance, count
+        return holds
 
     def state_dict(self) -> dict[str, Any]:
         """See `Follower`."""

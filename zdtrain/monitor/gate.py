@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -99,6 +100,10 @@ class HostGate:
     def acting(self, holds: Sequence[float], steps: Sequence[int]) -> list[int]:
         """Decide about steps in a row; return the indices of those to act in."""
         if not self._in_row and not any(holds):
+            return []
+        if self._in_row + len(steps) < self._timing.patience and steps and steps[0] >= self._timing.after_step:
+            held = list(takewhile(bool, reversed(holds)))  # too few in a row, whichever they are
+            self._in_row = len(held) + (self._in_row if len(held) == len(steps) else 0)
             return []
         return [i for i, (held, step) in enumerate(zip(holds, steps, strict=True)) if self.decide(bool(held), step)]
 

@@ -18,7 +18,7 @@ from zdtrain.monitor.masking import Copies, Mask, mask_for
 from zdtrain.monitor.panels import Conditions
 from zdtrain.monitor.statistics import Statistics
 from zdtrain.monitor.values import Known, StepValues
-from zdtrain.optim.clipping import EPS, total_norm
+from zdtrain.optim.clipping import EPS, GradientNorm
 from zdtrain.slots import IDENTITY, SlotBank
 
 _ORDER = ("stop", "skip", "clip")
@@ -104,7 +104,7 @@ class StepGuard:
         self._eps, self._one = self.values.board.new_full((), EPS), self.values.board.new_ones(())
         self._factors = self.values.board.new_ones(len(limits))  # shape=(clips,), what gradients are multiplied by
         self._first_factor = self._factors[0] if limits else self._one
-        self._measures_norm = norm or self._clips
+        self._measures_norm, self._norm = norm or self._clips, GradientNorm()
         self._module = module
         self._banks = banks
         self._places: list[Place] = []
@@ -161,7 +161,7 @@ class StepGuard:
     def judge(self, loss: Tensor | None, *, accumulates: bool) -> None:
         """Evaluate the conditions on the step's values; hold the update back, stop or clip."""
         gradients = self._gradients() if self._measures_norm else []
-        known = self.values.fill(loss, total_norm(gradients) if gradients else None, ends_window=True)
+        known = self.values.fill(loss, self._norm(gradients) if gradients else None, ends_window=True)
         self.is_quiet = self._is_at_rest and not (self.verdicts and self.conditions.may_hold(known))
         if self._mask is not None:
             self._mask.lift(self.is_quiet)
@@ -191,8 +191,8 @@ class StepGuard:
 
     def _gradients(self) -> list[Tensor]:
         assert self._optimizer is not None
-        gradients = [parameter.grad for group in self._optimizer.param_groups for parameter in group["params"]]
-        return [gradient for gradient in gradients if gradient is not None]
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
 
     def _clip(self, gradients: list[Tensor]) -> None:
         limited = torch.div(self.conditions.further, torch.add(self.values.grad_norm, self._eps))

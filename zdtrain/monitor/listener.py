@@ -89,7 +89,7 @@ class RowListener:
         self.stop_monitor: Monitor | None = None
         self.skipped: list[int] = []  # steps whose update was held back, not accounted for on the host yet
         self.seen: set[str] = set()  # metrics that some row held
-        self._rows: dict[int, list[Sequence[Value]]] = {}  # not judged by monitors that inform yet, by first step
+        self._rows: dict[int, Sequence[Sequence[Value]]] = {}  # not judged by monitors that inform yet, by first step
         self._to_tell: list[tuple[MonitorEvent, Monitor]] = []
         self._named: tuple[tuple[RowLayout, bool], dict[str, int]] | None = None
         on_host = self._runtime.device.type == "cpu" and self._runtime.is_immediate
@@ -112,16 +112,16 @@ class RowListener:
         skipped, self.skipped = self.skipped, []
         return skipped
 
-    def hear(self, stamps: Sequence[Stamp], layout: RowLayout, numbers: Sequence[Value]) -> int:
+    def hear(self, stamps: Sequence[Stamp], layout: RowLayout, rows: Sequence[Sequence[Value]]) -> int:
         """Take in rows that have arrived; return how many of them lie before a stop, for others to see."""
         if self.stop is not None:
             return 0
-        first, columns, count = len(layout.names), sum(layout.widths), len(stamps)
         self.heard = stamps[-1].step
-        if any(any(numbers[first + index :: columns]) for index in range(len(self._verdicts))):
-            count = self._hear_actions(stamps, layout, [numbers[i * columns :] for i in range(len(stamps))])
+        count, first, end = len(rows), len(layout.names), len(layout.names) + len(self._verdicts)
+        if self._verdicts and any([any(row[first:end]) for row in rows]):
+            count = self._hear_actions(stamps, layout, rows)
         if self._watching:
-            self._rows[stamps[0].step] = [numbers[i * columns : (i + 1) * columns] for i in range(count)]
+            self._rows[stamps[0].step] = rows[:count]
         return count
 
     def _hear_actions(self, stamps: Sequence[Stamp], layout: RowLayout, rows: Sequence[Sequence[Value]]) -> int:
@@ -153,7 +153,7 @@ class RowListener:
             layout: What the columns mean.
             stamps: What the host knows of the rows.
         """
-        for fresh in {stamp.fresh for stamp in stamps}:
+        for fresh in _kinds(stamps):
             for names in (layout.metrics, layout.names):
                 self.seen.update(compress(names, fresh))
         self.seen.update(self._extras)
@@ -172,10 +172,11 @@ class RowListener:
     def _answers(self, rows: Tensor, layout: RowLayout, stamps: Sequence[Stamp]) -> Tensor:
         """Return what the host needs of the device: whether a condition holds by row, or what it is compared with."""
         answers, columns = [], rows.unbind(1)
+        always = [all(column) for column in zip(*_kinds(stamps), strict=True)]
         for watched in self._watching:
             monitor = watched.monitor
             if isinstance(monitor, RowMonitor):
-                answers.append(self._holds(monitor, columns, layout, stamps))
+                answers.append(self._holds(monitor, columns, layout, stamps, always))
             elif isinstance(monitor, Plateau | Spike):
                 answers.append(monitor.limit.reshape(1))
         sizes = [len(answer) for answer in answers]
@@ -199,18 +200,20 @@ class RowListener:
     ) -> list[tuple[int, Monitor]]:
         """Let `watching` take in rows; return which act at which, in the order of the rows."""
         names, first, found = self._names(layout), 0, []
-        steps = [stamp.step for stamp, _ in zip(stamps, rows, strict=False)]
+        known, steps = stamps[: len(rows)], [stamp.step for stamp in stamps[: len(rows)]]
         for watched in watching:
             if watched.follower is None:
                 holds: Sequence[Value] = answers[first : first + len(rows)]
                 first += len(stamps)
             else:
                 column = names.get((watched.monitor.metrics or ("",))[0], -1)
-                holds = [
-                    (column >= len(layout.names) or (column >= 0 and stamp.fresh[column]))
-                    and watched.follower.decide(row[column], answers[first])
-                    for stamp, row in zip(stamps, rows, strict=False)
-                ]
+                if column < len(layout.names):
+                    there = [column >= 0 and stamp.fresh[column] for stamp in known]
+                else:
+                    there = [True] * len(rows)
+                values = [row[column] for row in compress(rows, there)]
+                outcomes = iter(watched.follower.decide(values, answers[first]))
+                holds = [is_there and next(outcomes) for is_there in there]
                 first += 1
             found += [(index, watched.monitor) for index in watched.gate.acting(holds, steps)]
         return sorted(found, key=itemgetter(0))
@@ -270,15 +273,19 @@ class RowListener:
         return said
 
     def _holds(
-        self, monitor: RowMonitor, columns: Sequence[Tensor], layout: RowLayout, stamps: Sequence[Stamp]
+        self,
+        monitor: RowMonitor,
+        columns: Sequence[Tensor],
+        layout: RowLayout,
+        stamps: Sequence[Stamp],
+        always: Sequence[bool],
     ) -> Tensor:
         """Return whether the condition of `monitor` holds in each row, shape=(rows,), bool."""
         names = self._names(layout)
         looks_at = (
             list(names.items()) if monitor.metrics is None else [(m, names[m]) for m in monitor.metrics if m in names]
         )
-        logged = [column for _, column in looks_at if column < len(layout.names)]
-        whole = all(fresh[column] for fresh in {stamp.fresh for stamp in stamps} for column in logged)
+        whole = all(always[column] for _, column in looks_at if column < len(layout.names))
         if monitor.elementwise and whole:
             row = Row((name, columns[column]) for name, column in looks_at)
             return (
@@ -303,3 +310,8 @@ class RowListener:
             names.update((name, column) for column, name in enumerate(layout.metrics))
             self._named = known, names
         return self._named[1]
+
+
+def _kinds(stamps: Sequence[Stamp]) -> list[tuple[bool, ...]]:
+    """Return the different sets of columns that were logged."""
+    return list({id(stamp.fresh): stamp.fresh for stamp in stamps}.values())

@@ -228,11 +228,15 @@ class Conditions:
         shown = None if bounds is None else self._values.look()
         if bounds is None or shown is None:
             return True
-        return any(not shown[least] <= shown[place] <= shown[most] for place, least, most in bounds)
+        for place, least, most in bounds:
+            if not shown[least] <= shown[place] <= shown[most]:
+                return True
+        return False
 
     def decide(self, known: Known) -> None:
         """Write whether the conditions hold in a step that has the values `known`."""
         places, present, _ = self._plan_for(known)
+        self._values.complete()
         torch.index_select(self._values.board, 0, places, out=self._entries)
         for panel, among in zip(self._panels, present, strict=True):
             panel.decide(among)

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,24 @@ NAN, ZERO, LOWEST, HIGHEST, LEAST, MOST = range(6)
 the extreme finite numbers."""
 OWN = ("loss", "grad_norm", "lr")
 Known = tuple[Any, ...]
+_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+
+
+class Filling(NamedTuple):
+    """How the board is filled in steps that have certain values."""
+
+    known: Known
+    """Which values there are."""
+    logged: Mapping[str, Tensor]
+    """What was logged."""
+    targets: list[Tensor]
+    """Cells to write, the loss and the norm first where there are any."""
+    sources: list[Tensor]
+    """What to write there behind loss and norm."""
+    left: tuple[list[Tensor], list[Tensor]]
+    """Cells that are written when somebody asks for them, and what belongs there."""
+    seen: list[tuple[int, memoryview]]
+    """The places of these cells, and where the host sees what belongs there."""
 
 
 class StepValues:
@@ -67,20 +86,35 @@ class StepValues:
         self.has_norm = False
         self._lr_tensor: Tensor | None = None  # the optimizer's own, where it is one
         self._lr_number: Any = None
+        self._lr_address, self._lr_seen, self._lr_kept = 0, memoryview(b""), math.nan
+        self._fillings: dict[Known, Filling] = {}  # the last one of its kind
+        self._filling: Filling | None = None  # that of this step
+        self._last_logged = _NOTHING
 
     def take_lr(self, optimizer: Optimizer) -> None:
         """Bring a learning rate that is a Python number to the device; before the step, outside anything captured."""
         lr = optimizer.param_groups[0]["lr"]
         if isinstance(lr, Tensor):
-            self._lr_tensor = lr
-        elif lr != self._lr_number:
+            if lr is not self._lr_tensor:
+                self._lr_tensor = lr
+                self._fillings.clear()
+        elif lr != self._lr_number or self._lr_tensor is not None:
             self._lr_tensor, self._lr_number = None, lr
+            self._fillings.clear()
             self._lr.fill_(lr)
 
     def keep_lr(self) -> None:
         """Keep the learning rate of the update that was made, before a scheduler writes the next one."""
-        if self._lr_tensor is not None:
-            self._lr.copy_(self._lr_tensor)
+        lr = self._lr_tensor
+        if lr is None:
+            return
+        if self._shown is not None:
+            if self._lr_address != lr.data_ptr():
+                self._lr_address, self._lr_seen = lr.data_ptr(), lr.detach().reshape(1).numpy().data
+            elif self._lr_seen[0] == self._lr_kept:
+                return
+            self._lr_kept = self._lr_seen[0]
+        self._lr.copy_(lr)
 
     def fill(self, loss: Tensor | None, norm: Tensor | None, *, ends_window: bool) -> Known:
         """Write the step's values into the board.
@@ -93,32 +127,69 @@ class StepValues:
         Returns:
             Which values there are; the same for all steps that have the same ones.
         """
-        targets, sources = self._fixed_cells.copy(), self._fixed.copy()
-        if loss is not None:
-            targets.append(self._loss)
-            sources.append(loss if loss.dim() == 0 else loss.reshape(()))
+        logged = self._logged() if self._metric_cells else _NOTHING
+        is_visible = self._shown is not None and logged is self._last_logged
+        self._last_logged = logged
+        key = (loss is not None, norm is not None, ends_window, is_visible)
+        filling = self._fillings.get(key)
+        if filling is None or filling.logged is not logged:
+            filling = self._fillings[key] = self._plan(*key, logged)
+        self._filling = filling
+        sources = filling.sources
         if norm is not None:
             self.has_norm = True
-            targets.append(self.grad_norm)
-            sources.append(norm)
+            sources = [norm, *sources]
+        if loss is not None:
+            sources = [loss if loss.dim() == 0 else loss.reshape(()), *sources]
+        if sources:
+            torch._foreach_copy_(filling.targets, sources)
+        return filling.known
+
+    def _plan(
+        self, has_loss: bool, has_norm: bool, ends_window: bool, is_visible: bool, logged: Mapping[str, Tensor]
+    ) -> Filling:
+        """Return how to fill the board.
+
+        Args:
+            has_loss: There is a loss.
+            has_norm: There is a gradient norm.
+            ends_window: See `fill`.
+            is_visible: The host sees what was logged for nothing, at the same address as in the step before.
+            logged: What was logged.
+        """
+        targets = [self._loss] * has_loss + [self.grad_norm] * has_norm + self._fixed_cells
+        sources = self._fixed.copy()
         if self._watches_lr and self._lr_tensor is not None:
             targets.append(self._lr)
             sources.append(self._lr_tensor)
-        logged = []
-        if self._metric_cells:
-            for name, value in self._logged().items():
-                cell = self._metric_cells.get(name)
-                if cell is not None:
-                    logged.append(name)
-                    targets.append(cell)
-                    sources.append(value)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        return (loss is not None, norm is not None, ends_window, *logged)
+        names = [name for name in logged if name in self._metric_cells]
+        cells, values = [self._metric_cells[name] for name in names], [logged[name] for name in names]
+        if not is_visible:
+            targets += cells
+            sources += values
+        return Filling(
+            known=(has_loss, has_norm, ends_window, *names),
+            logged=logged,
+            targets=targets,
+            sources=sources,
+            left=(cells, values) if is_visible else ([], []),
+            seen=[(self._places[n], logged[n].numpy().data) for n in names] if is_visible else [],
+        )
+
+    def complete(self) -> None:
+        """Write what `fill` left out, because the host saw it without."""
+        if self._filling is not None and self._filling.left[0]:
+            torch._foreach_copy_(*self._filling.left)
 
     def look(self) -> list[float] | None:
-        """Return the numbers on the board; None where the host can't know them for nothing."""
-        return None if self._shown is None else self._shown.tolist()
+        """Return the numbers that belong on the board; None where the host can't know them for nothing."""
+        if self._shown is None:
+            return None
+        numbers: list[float] = self._shown.tolist()
+        if self._filling is not None:
+            for place, number in self._filling.seen:
+                numbers[place] = number[()]
+        return numbers
 
     def places(self, known: Known) -> dict[str, int]:
         """Return the cell of each value that there is in such a step: a logged metric comes before what is our own."""

@@ -25,12 +25,8 @@ def total_norm(grads: list[Tensor]) -> Tensor:
         >>> total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
         tensor(5.)
     """
-    if type(grads[0]) is Tensor and grads[0].is_cpu and max([grad.numel() for grad in grads]) <= SMALL:
-        together: Tensor = _flatten_dense_tensors(grads)  # a CPU norms one tensor after the other
-        norm: Tensor = torch.linalg.vector_norm(
-            together, dtype=torch.float32 if together.dtype in LOW_PRECISION else None
-        )
-        return norm
+    if _are_small(grads):
+        return _norm_together(grads)
     norms: list[Tensor] = []
     for dtype in dict.fromkeys([grad.dtype for grad in grads]):
         accumulate = torch.float32 if dtype in LOW_PRECISION else dtype
@@ -47,6 +43,33 @@ def total_norm(grads: list[Tensor]) -> Tensor:
     if type(total) is not Tensor and hasattr(total, "full_tensor"):  # a DTensor's norm is spread over ranks
         total = total.full_tensor()
     return total
+
+
+class GradientNorm:
+    """Measures the same norm as `total_norm`, step after step; what it finds out of the gradients it keeps."""
+
+    def __init__(self) -> None:
+        self._num_small = -1  # number of gradients that were all small
+
+    def __call__(self, grads: list[Tensor]) -> Tensor:
+        """Return the L2 norm over all gradients; see `total_norm`."""
+        if len(grads) == self._num_small:
+            return _norm_together(grads)
+        if _are_small(grads):
+            self._num_small = len(grads)
+        return total_norm(grads)
+
+
+def _are_small(grads: list[Tensor]) -> bool:
+    return type(grads[0]) is Tensor and grads[0].is_cpu and max([grad.numel() for grad in grads]) <= SMALL
+
+
+def _norm_together(grads: list[Tensor]) -> Tensor:
+    """Return the norm of the gradients side by side: a CPU norms one tensor after the other."""
+    together: Tensor = _flatten_dense_tensors(grads)
+    if together.dtype in LOW_PRECISION:
+        return torch.linalg.vector_norm(together, dtype=torch.float32)  # type: ignore[no-any-return]
+    return torch.linalg.vector_norm(together)  # type: ignore[no-any-return]
 
 
 def clip_divisor(norm: Tensor, max_norm: float | Tensor) -> Tensor:

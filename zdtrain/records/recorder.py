@@ -31,7 +31,7 @@ from zdtrain.records.folder import (
     is_run_folder,
     run_folder_of_checkpoint,
 )
-from zdtrain.records.types import RecordError, RecordWarning, StepRecord
+from zdtrain.records.types import RecordError, RecordWarning, StepRecord, StepTable
 from zdtrain.records.writer import OnError, RunWriter
 
 
@@ -109,11 +109,11 @@ class RunRecorder(Logger):
         if self._folder is None:
             self._folder = run_folder_of_checkpoint(checkpoint)
 
-    def record_steps(self, records: Sequence[StepRecord]) -> None:
+    def record_steps(self, table: StepTable) -> None:
         """Take the values of finished training steps, in order; conversion and writing happen in chunks."""
         writer = self._writer or self.experiment
-        writer.add(*records)
-        self._lag_seconds = max(self._lag_seconds, time.time() - records[0].wall_time)
+        writer.add_table(table)
+        self._lag_seconds = max(self._lag_seconds, time.time() - table.wall_times[0])
 
     @rank_zero_only
     def record_epoch_statistics(self, epoch: int, metric: str, values: Mapping[str, Any]) -> None:

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from zdtrain.records.encoding import dump_line
-from zdtrain.records.types import StepRecord
+from zdtrain.records.types import StepRecord, StepTable
 
 _MAX_OPEN_ROWS = 1000
 
@@ -22,40 +22,44 @@ class Row:
     wall_time: float
     values: dict[str, float]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the row as its JSON object, keys in file order."""
-        return {
-            "step": self.step,
-            "epoch": self.epoch,
-            "batch_idx": self.batch_idx,
-            "wall_time": round(self.wall_time, 6),
-            "values": self.values,
-        }
+    def as_table(self) -> StepTable:
+        """Return the row as a table of one."""
+        values: list[Sequence[float]] = [[*self.values.values()]]
+        return StepTable(self.epoch, tuple(self.values), [self.step], [self.batch_idx], [self.wall_time], values)
 
 
-def alike(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Yield successive rows that belong to one epoch and have values of the same names, so that they are one table."""
-    for _, group in groupby(rows, key=lambda row: (row.epoch, tuple(row.values))):
-        yield list(group)
+def joined(tables: Iterable[StepTable]) -> Iterator[StepTable]:
+    """Yield successive tables of one epoch with the same names as one."""
+    for (epoch, names), group in groupby(tables, key=lambda table: table[:2]):
+        alike = list(group)
+        columns = zip(*[table[2:] for table in alike], strict=True)
+        yield alike[0] if len(alike) == 1 else StepTable(epoch, names, *[[*chain(*parts)] for parts in columns])
 
 
-def encode_rows(rows: Sequence[Row]) -> list[str]:
-    """Return rows that are alike as lines of strict JSON without line ends, as `dump_line` encodes their `as_dict`."""
-    first = rows[0]
-    numbers = [number for row in rows for number in row.values.values()]
-    if first.epoch is None or set(map(type, numbers)) != {float} or not math.isfinite(sum(numbers)):
-        return [dump_line(row.as_dict()) for row in rows]
-    names = ", ".join([dump_line(name).replace("%", "%%") + ": %r" for name in first.values])
-    head = f'{{"step": %d, "epoch": {first.epoch}, "batch_idx": %s, "wall_time": %r, "values": {{{names}}}}}'
+def encode_rows(table: StepTable) -> list[str]:
+    """Return rows as lines of strict JSON without line ends."""
+    epoch, names = table.epoch, table.names
+    wall_times = [round(wall_time, 6) for wall_time in table.wall_times]
+    rows = zip(table.steps, table.batches, wall_times, table.values, strict=True)
+    numbers = [*chain(*table.values)]
+    if epoch is None or set(map(type, numbers)) != {float} or not math.isfinite(sum(numbers)):
+        return [
+            dump_line(
+                {
+                    "step": step,
+                    "epoch": epoch,
+                    "batch_idx": batch_idx,
+                    "wall_time": wall_time,
+                    "values": dict(zip(names, values, strict=True)),
+                }
+            )
+            for step, batch_idx, wall_time, values in rows
+        ]
+    shown = ", ".join([dump_line(name).replace("%", "%%") + ": %r" for name in names])
+    line = f'{{"step": %d, "epoch": {epoch}, "batch_idx": %s, "wall_time": %r, "values": {{{shown}}}}}'
     return [
-        head
-        % (
-            row.step,
-            "null" if row.batch_idx is None else row.batch_idx,
-            round(row.wall_time, 6),
-            *row.values.values(),
-        )
-        for row in rows
+        line % (step, "null" if batch_idx is None else batch_idx, wall_time, *values)
+        for step, batch_idx, wall_time, values in rows
     ]
 
 
@@ -90,6 +94,18 @@ class RowMerger:
         if sealed_below is None or len(self._open) > _MAX_OPEN_ROWS:  # only logger calls: the newest one stays open
             sealed_below = record.step
         return self.seal(sealed_below)
+
+    def add_table(self, table: StepTable) -> list[StepTable]:
+        """Merge successive training steps; return as `add` does."""
+        if any(step >= table.steps[0] for step in self._open):
+            return [row.as_table() for record in table.records() for row in self.add(record)]
+        self._epoch = table.epoch
+        sealed = [row.as_table() for row in self._seal(table.steps[-1])]
+        *_, newest = table.records()
+        self.add(newest)
+        if len(table.steps) > 1:
+            sealed.append(StepTable(*table[:2], *[column[:-1] for column in table[2:]]))
+        return sealed
 
     def close(self) -> list[Row]:
         """Return every open row."""
@@ -178,13 +194,12 @@ class EpochStatistics:
     num_steps: int = 0
     metrics: dict[str, MetricStatistics] = field(default_factory=dict)
 
-    def update(self, rows: Sequence[Row]) -> None:
-        """Take in finished rows of this epoch, all with values of the same names."""
-        steps = [row.step for row in rows]
-        self.first_step, self.last_step = min(self.first_step, *steps), max(self.last_step, *steps)
-        self.last_wall_time = max(self.last_wall_time, *[row.wall_time for row in rows])
-        self.num_steps += sum([row.batch_idx is not None for row in rows])
-        for name, values in zip(rows[0].values, zip(*[row.values.values() for row in rows], strict=True), strict=True):
+    def update(self, table: StepTable) -> None:
+        """Take in finished rows of this epoch."""
+        self.first_step, self.last_step = min(self.first_step, *table.steps), max(self.last_step, *table.steps)
+        self.last_wall_time = max(self.last_wall_time, *table.wall_times)
+        self.num_steps += len(table.steps) - table.batches.count(None)
+        for name, values in zip(table.names, zip(*table.values, strict=True), strict=True):
             statistics = self.metrics.get(name)
             if statistics is None:
                 statistics = self.metrics[name] = MetricStatistics()
@@ -213,20 +228,19 @@ class EpochTable:
         """Keep statistics of an epoch that were computed on the device."""
         self._device.setdefault(epoch, {})[metric] = dict(values)
 
-    def update(self, rows: Sequence[Row]) -> None:
-        """Take in finished rows of one epoch, all with values of the same names; those outside any count to epoch 0."""
-        first = rows[0]
-        epoch = first.epoch or 0
+    def update(self, table: StepTable) -> None:
+        """Take in finished rows; those outside any epoch count to epoch 0."""
+        epoch = table.epoch or 0
         entry = self._epochs.get(epoch)
         if entry is None:
             entry = self._epochs[epoch] = EpochStatistics(
                 epoch=epoch,
-                first_step=first.step,
-                last_step=first.step,
-                first_wall_time=first.wall_time,
-                last_wall_time=first.wall_time,
+                first_step=table.steps[0],
+                last_step=table.steps[0],
+                first_wall_time=table.wall_times[0],
+                last_wall_time=table.wall_times[0],
             )
-        entry.update(rows)
+        entry.update(table)
 
     def as_list(self) -> list[dict[str, Any]]:
         """Return the epochs in order as JSON objects."""

@@ -1,6 +1,6 @@
 """The record types that the rest of the project hands around; nothing here knows of torch or lightning."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -28,3 +28,25 @@ class StepRecord(NamedTuple):
     """Index of the batch in its epoch; None for rows that come from a logger call."""
     values: Mapping[str, float] = MappingProxyType({})
     """Metric name → value, exactly as loggers receive it."""
+
+
+class StepTable(NamedTuple):
+    """The values of successive finished steps of one epoch that have the same names."""
+
+    epoch: int | None
+    """See `StepRecord`."""
+    names: tuple[str, ...]
+    """Metric of each column."""
+    steps: list[int]
+    """See `StepRecord`; one per row, in order."""
+    batches: list[int | None]
+    """See `StepRecord.batch_idx`."""
+    wall_times: list[float]
+    """See `StepRecord`."""
+    values: list[Sequence[float]]
+    """Rows: a value for each name."""
+
+    def records(self) -> Iterator[StepRecord]:
+        """Yield the rows one by one."""
+        for step, batch_idx, wall_time, row in zip(self.steps, self.batches, self.wall_times, self.values, strict=True):
+            yield StepRecord(step, self.epoch, wall_time, batch_idx, dict(zip(self.names, row, strict=True)))

@@ -4,7 +4,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +12,8 @@ from zdtrain.records.encoding import decode_float, dump_document, dump_line
 from zdtrain.records.files import is_epoch_table, is_step_row, read_document, read_rows, read_whole_lines
 from zdtrain.records.folder import EPOCHS, EVENTS, METRICS, SUMMARY, SUPERSEDED
 from zdtrain.records.lock import FolderLock
-from zdtrain.records.rows import EpochTable, Row, RowMerger, alike, encode_rows
-from zdtrain.records.types import RecordError, RecordWarning, StepRecord
+from zdtrain.records.rows import EpochTable, Row, RowMerger, encode_rows, joined
+from zdtrain.records.types import RecordError, RecordWarning, StepRecord, StepTable
 
 OnError = Literal["warn", "raise"]
 
@@ -40,7 +40,8 @@ class RunWriter:
     ) -> None:
         self.folder = folder
         self._chunk_rows, self._chunk_seconds, self._on_error = chunk_rows, chunk_seconds, on_error
-        self._queue: list[StepRecord] = []
+        self._queue: list[StepRecord | StepTable] = []
+        self._num_queued = 0  # rows in it
         self._merger, self._epochs = RowMerger(), EpochTable()
         self._summary: dict[str, Any] = {}
         self._num_steps = self._num_new_steps = 0
@@ -59,7 +60,16 @@ class RunWriter:
     def add(self, *records: StepRecord) -> None:
         """Queue `records`; a full or old queue is converted and written."""
         self._queue += records
-        if len(self._queue) >= self._chunk_rows or time.monotonic() - self._last_flush >= self._chunk_seconds:
+        self._queued(len(records))
+
+    def add_table(self, table: StepTable) -> None:
+        """Queue successive training steps, as `add` does."""
+        self._queue.append(table)
+        self._queued(len(table.steps))
+
+    def _queued(self, count: int) -> None:
+        self._num_queued += count
+        if self._num_queued >= self._chunk_rows or time.monotonic() - self._last_flush >= self._chunk_seconds:
             self.flush()
 
     def flush(self, *, below: int | None = None) -> None:
@@ -69,11 +79,16 @@ class RunWriter:
             below: Steps below this one are finished.
         """
         self._last_flush = time.monotonic()
-        records, self._queue = self._queue, []
-        rows = [row for record in records for row in self._merger.add(record)]
+        queue, self._queue, self._num_queued = self._queue, [], 0
+        tables: list[StepTable] = []
+        for item in queue:
+            if isinstance(item, StepTable):
+                tables += self._merger.add_table(item)
+            else:
+                tables += [row.as_table() for row in self._merger.add(item)]
         if below is not None:
-            rows += self._merger.seal(below)
-        self._write_rows(rows)
+            tables += [row.as_table() for row in self._merger.seal(below)]
+        self._write_rows(tables)
         if self._last_flush - self._last_state >= _STATE_SECONDS:
             self.write_state()
 
@@ -132,30 +147,30 @@ class RunWriter:
         Records that come later in this process are appended all the same.
         """
         self.flush()
-        self._write_rows(self._merger.close())
+        self._write_rows([row.as_table() for row in self._merger.close()])
         self.summarize(status=status)
         self.write_state()
         self._lock.release()
 
-    def _write_rows(self, rows: list[Row]) -> None:
-        if not rows:
+    def _write_rows(self, tables: list[StepTable]) -> None:
+        if not tables:
             return
         if self._continues:
             self._continues = False
-            self._guard(lambda: self._supersede_from(rows[0].step))
+            self._guard(lambda: self._supersede_from(tables[0].steps[0]))
         lines: list[str] = []
-        for some in alike(rows):
-            self._num_new_steps += self._count(some)
-            lines += encode_rows(some)
+        for table in joined(tables):
+            self._num_new_steps += self._count(table)
+            lines += encode_rows(table)
         self._append(METRICS, lines)
 
-    def _count(self, rows: Sequence[Row]) -> int:
-        """Count rows that are alike; return how many of them are training steps."""
-        self._epochs.update(rows)
-        num_steps = sum([row.batch_idx is not None for row in rows])
+    def _count(self, table: StepTable) -> int:
+        """Count rows; return how many of them are training steps."""
+        self._epochs.update(table)
+        num_steps = len(table.steps) - table.batches.count(None)
         self._num_steps += num_steps
-        self._last_step = rows[-1].step
-        self._last_values.update(rows[-1].values)
+        self._last_step = table.steps[-1]
+        self._last_values.update(zip(table.names, table.values[-1], strict=True))
         return num_steps
 
     def _keep_device_statistics(self, epochs: list[dict[str, Any]]) -> None:
@@ -174,7 +189,7 @@ class RunWriter:
                 continue
             kept.append(line)
             row["values"] = {name: decode_float(value) for name, value in row["values"].items()}
-            self._count([Row(**row)])
+            self._count(Row(**row).as_table())
         if superseded:
             self._append(SUPERSEDED, superseded)
         if self._num_steps and self._last_step is not None and self._last_step + 1 < step:  # lost in a kill

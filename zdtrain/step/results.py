@@ -154,6 +154,8 @@ class StepResults(_ResultCollection):
     Values that a slot cannot hold (torchmetrics objects, values logged with their graph) stay stock `_ResultMetric`s.
     """
 
+    layout = 0  # changes when something is logged for the first time, or moves to another cell
+
     def __init__(self, training: bool) -> None:
         super().__init__(training)
         self.banks: list[SlotBank] = []
@@ -166,6 +168,7 @@ class StepResults(_ResultCollection):
         """Keep what `log` declares as a slot, where a slot can hold it."""
         if metric.is_tensor and not metric.meta.enable_graph and not isinstance(metric, MetricSlot):
             metric = MetricSlot(metric.meta)
+        self.layout += 1
         super().__setitem__(key, metric)
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
@@ -234,6 +237,7 @@ class StepResults(_ResultCollection):
             if slot.cell.device == value.device and slot.cell.dtype == dtype:
                 return
             slot.settle()
+        self.layout += 1
         slot.attach(self._bank(value.device, dtype, slot.reduction))
 
     def _bank(self, device: torch.device, dtype: torch.dtype, reduction: Reduction) -> SlotBank:
@@ -309,6 +313,7 @@ class StepResults(_ResultCollection):
     def to(self, *args: Any, **kwargs: Any) -> "StepResults":
         """Move all data; slots leave their banks."""
         self.commit()
+        self.layout += 1
         for metric in self.values():
             metric.to(*args, **kwargs)
         return self
