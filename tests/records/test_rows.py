@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from zdtrain.records.encoding import dump_line
 from zdtrain.records.rows import EpochTable, MetricStatistics, Row, RowMerger, encode_rows, joined
-from zdtrain.records.types import StepRecord
+from zdtrain.records.types import StepRecord, StepTable
 
 
 def training(step, epoch=0, **values):
@@ -119,3 +119,27 @@ def test_epochs_are_kept_apart():
     assert (first["first_step"], first["last_step"], first["num_steps"], first["seconds"]) == (0, 1, 2, 1.0)
     assert first["metrics"]["m"]["mean"] == 0.5
     assert second["metrics"]["m"]["count"] == 1
+
+
+@given(st.lists(st.sampled_from(["table", "record", "logged", "ahead"]), max_size=12))
+def test_tables_of_steps_become_the_rows_that_their_records_become(kinds):
+    merger, other, step = RowMerger(), RowMerger(), 0
+    found, expected = [], []
+    for kind in kinds:
+        if kind in ("logged", "ahead"):  # of the step before, or of one whose values come later
+            record = logged(step - 1 if kind == "logged" else step + 1, x=float(step))
+            found += [row.as_table() for row in merger.add(record)]
+            expected += other.add(record)
+            continue
+        count = 3 if kind == "table" else 1
+        records = [training(step + index, epoch=step // 5, loss=float(step + index)) for index in range(count)]
+        step += count
+        _, epochs, wall_times, batches, values = zip(*records, strict=True)
+        steps = [record.step for record in records]
+        rows = [list(of_step.values()) for of_step in values]
+        table = StepTable(epochs[0], ("loss",), steps, list(batches), list(wall_times), rows)
+        found += merger.add_table(table)
+        expected += [row for record in records for row in other.add(record)]
+    found += [row.as_table() for row in merger.close()]
+    expected += other.close()
+    assert list(joined(found)) == list(joined(row.as_table() for row in expected))

@@ -111,6 +111,7 @@ class StepGuard:
         self._module_state = Copies()
         self._totals: list[Tensor] = []  # accumulators of the epoch
         self._totals_before: list[Tensor] = []  # their copies from before the step
+        self._visible_totals: list[tuple[Any, Any]] = []  # copies and totals as arrays: that costs less than operations
         self._num_banks = 0
         self._num_prepared = 0
         self._mask: Mask | None = None
@@ -142,7 +143,10 @@ class StepGuard:
         if self.holds:
             if self._places:
                 self._module_state.save(held(self._places))
-            if self._totals:
+            if self._visible_totals:
+                for before, total in self._visible_totals:
+                    before[:] = total
+            elif self._totals:
                 torch._foreach_copy_(self._totals_before, self._totals)
 
     def observe(self, loss: Tensor | None) -> None:
@@ -230,8 +234,11 @@ class StepGuard:
     def _know_totals(self) -> None:
         for bank in self._banks[self._num_banks :]:  # made in this window, so they were empty before it
             if bank.reduction != "step":  # it keeps no totals
+                before = torch.full_like(bank._totals, IDENTITY[bank.reduction])
                 self._totals.append(bank._totals)
-                self._totals_before.append(torch.full_like(bank._totals, IDENTITY[bank.reduction]))
+                self._totals_before.append(before)
+                if self._counts is not None:
+                    self._visible_totals.append((before.numpy(), bank._totals.numpy()))
         self._num_banks = len(self._banks)
 
     def put_back(self) -> None:

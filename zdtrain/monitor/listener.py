@@ -118,7 +118,7 @@ class RowListener:
             return 0
         self.heard = stamps[-1].step
         count, first, end = len(rows), len(layout.names), len(layout.names) + len(self._verdicts)
-        if self._verdicts and any([any(row[first:end]) for row in rows]):
+        if self._verdicts and any(any(row[first:end]) for row in rows):
             count = self._hear_actions(stamps, layout, rows)
         if self._watching:
             self._rows[stamps[0].step] = rows[:count]
@@ -281,10 +281,7 @@ class RowListener:
         always: Sequence[bool],
     ) -> Tensor:
         """Return whether the condition of `monitor` holds in each row, shape=(rows,), bool."""
-        names = self._names(layout)
-        looks_at = (
-            list(names.items()) if monitor.metrics is None else [(m, names[m]) for m in monitor.metrics if m in names]
-        )
+        looks_at = self._columns(monitor, layout)
         whole = all(always[column] for _, column in looks_at if column < len(layout.names))
         if monitor.elementwise and whole:
             row = Row((name, columns[column]) for name, column in looks_at)
@@ -297,6 +294,13 @@ class RowListener:
             row = Row((n, values[index]) for n, c, values in cells if c >= len(layout.names) or stamp.fresh[c])
             holds.append(monitor.condition(row) if row else never)
         return torch.stack(holds)
+
+    def _columns(self, monitor: RowMonitor, layout: RowLayout) -> list[tuple[str, int]]:
+        """Return names and columns of what `monitor` looks at."""
+        names = self._names(layout)
+        if monitor.metrics is None:
+            return list(names.items())
+        return [(metric, names[metric]) for metric in monitor.metrics if metric in names]
 
     def _names(self, layout: RowLayout) -> dict[str, int]:
         """Return the column of each value by name; what was logged comes before what is our own."""

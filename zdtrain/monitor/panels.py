@@ -228,10 +228,7 @@ class Conditions:
         shown = None if bounds is None else self._values.look()
         if bounds is None or shown is None:
             return True
-        for place, least, most in bounds:
-            if not shown[least] <= shown[place] <= shown[most]:
-                return True
-        return False
+        return any(not shown[least] <= shown[place] <= shown[most] for place, least, most in bounds)
 
     def decide(self, known: Known) -> None:
         """Write whether the conditions hold in a step that has the values `known`."""

@@ -98,13 +98,13 @@ class RowMerger:
     def add_table(self, table: StepTable) -> list[StepTable]:
         """Merge successive training steps; return as `add` does."""
         if any(step >= table.steps[0] for step in self._open):
-            return [row.as_table() for record in table.records() for row in self.add(record)]
+            records = map(table.record, range(len(table.steps)))
+            return [row.as_table() for record in records for row in self.add(record)]
         self._epoch = table.epoch
         sealed = [row.as_table() for row in self._seal(table.steps[-1])]
-        *_, newest = table.records()
-        self.add(newest)
+        self.add(table.record(-1))
         if len(table.steps) > 1:
-            sealed.append(StepTable(*table[:2], *[column[:-1] for column in table[2:]]))
+            sealed.append(table.without_last())
         return sealed
 
     def close(self) -> list[Row]:

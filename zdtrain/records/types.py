@@ -1,6 +1,6 @@
 """The record types that the rest of the project hands around; nothing here knows of torch or lightning."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -46,7 +46,13 @@ class StepTable(NamedTuple):
     values: list[Sequence[float]]
     """Rows: a value for each name."""
 
-    def records(self) -> Iterator[StepRecord]:
-        """Yield the rows one by one."""
-        for step, batch_idx, wall_time, row in zip(self.steps, self.batches, self.wall_times, self.values, strict=True):
-            yield StepRecord(step, self.epoch, wall_time, batch_idx, dict(zip(self.names, row, strict=True)))
+    def record(self, index: int) -> StepRecord:
+        """Return one row."""
+        values = dict(zip(self.names, self.values[index], strict=True))
+        return StepRecord(self.steps[index], self.epoch, self.wall_times[index], self.batches[index], values)
+
+    def without_last(self) -> "StepTable":
+        """Return all rows but the last."""
+        return StepTable(
+            self.epoch, self.names, self.steps[:-1], self.batches[:-1], self.wall_times[:-1], self.values[:-1]
+        )
