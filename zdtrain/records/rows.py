@@ -101,7 +101,7 @@ class RowMerger:
             records = map(table.record, range(len(table.steps)))
             return [row.as_table() for record in records for row in self.add(record)]
         self._epoch = table.epoch
-        sealed = [row.as_table() for row in self._seal(table.steps[-1])]
+        sealed = [row.as_table() for row in self.seal(table.steps[-1])]
         self.add(table.record(-1))
         if len(table.steps) > 1:
             sealed.append(table.without_last())
