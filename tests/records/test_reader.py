@@ -134,6 +134,9 @@ def test_filters_that_nothing_matches_say_what_there_is(root, capsys):
         (["--status=finished"], "ab"),
         (["--date=19700112"], "c"),
         (["--name=-b"], "b"),
+        (["--where=loss"], "abc"),
+        (["--where=loss>=0"], "ac"),
+        (["--where=loss > 0.5", "--where=loss<2"], "a"),
         (["--sort=loss"], "cab"),
         (["--sort=loss", "--descending"], "acb"),
     ],
@@ -151,6 +154,9 @@ def test_runs_are_listed_filtered_and_sorted(root, capsys, arguments, expected):
         (["--sort=los"], "no run has a metric 'los'; did you mean 'loss'?"),
         (["--status=finishd"], "unknown status 'finishd': use one of running, finished, interrupted, failed; did you"),
         (["--date=1970-01-12"], "--date 1970-01-12: give digits, YYYYMMDD or a prefix of it, such as 19700112"),
+        (["--where=los>1"], "no run has a metric 'los'; did you mean 'loss'?"),
+        (["--where=los"], "no run has a metric 'los'; did you mean 'loss'?"),
+        (["--where=loss>x"], "--where 'loss>x': 'x' is no number"),
         (["--stat=done"], "unknown option '--stat'; did you mean '--status'?"),
         (["--sort"], "--sort: expected one argument"),
     ],
@@ -159,6 +165,27 @@ def test_wrong_filters_are_refused_in_one_line(root, capsys, arguments, message)
     assert main(["runs", str(root), *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_nothing_is_cut_off_where_a_program_reads_the_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    writer = RunWriter(create_run_folder(tmp_path, "n" * 90))
+    metrics = {f"metric_{number}": number / 7 for number in range(9)}
+    writer.add(StepRecord(step=0, epoch=0, values=metrics, wall_time=1e9))
+    writer.close("finished")
+    assert main(["runs", str(tmp_path), *[f"--metric={name}" for name in metrics]]) == 0
+    shown = capsys.readouterr().out
+    assert "n" * 90 in shown
+    assert all(text in shown for name, value in metrics.items() for text in (name, f"{value:.6g}"))
+
+
+def test_a_list_of_runs_does_not_read_the_rows_of_those_that_ended(root, capsys):
+    ended, _, killed = find_runs(root)
+    (ended / "metrics.jsonl").unlink()
+    assert main(["runs", str(root), "--sort=loss"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "19700" in line]
+    assert {line[1].split("/")[0] + line[1][-1]: line[-2] for line in lines}[f"{killed.parent.name}c"] == "0.5"
+    assert [line[-2] for line in lines if line[1].endswith("-a")] == ["1"]
 
 
 def test_a_folder_without_runs_is_said_to_have_none(tmp_path, capsys):
