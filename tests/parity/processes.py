@@ -128,6 +128,17 @@ class Closure(Base):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
 
 
+class Failing(Base):
+    """Both processes fail in the second step, behind its log calls."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            self.log("late", loss, **FLAGS)
+            raise ValueError("no")
+        return loss
+
+
 class Uneven(Base):
     """Each process has a loader of its own, and their last batches differ in size."""
 
@@ -325,6 +336,11 @@ def collectives_and_reads(folder: Path) -> dict[str, list[str]]:
     return calls
 
 
+def reduced_metrics(outcome: Outcome) -> dict[str, float]:
+    assert outcome.error == "ValueError: no"
+    return {name: value.item() for name, value in outcome.metrics["callback_metrics"] if name != "local"}
+
+
 def drained(seen: list[str]) -> list[str]:
     taken = list(seen)
     seen.clear()
@@ -341,6 +357,7 @@ def check(rank: int, port: int, folder: Path) -> None:
     found["calls"] = collectives_and_reads(folder)
     in_order = train(zdtrain.Trainer, folder, OtherOrder)
     found["other order"] = {name: value.item() for name, value in in_order.metrics["callback_metrics"]}
+    found["failed"] = [reduced_metrics(train(make, folder, Failing)) for make in (pl.Trainer, zdtrain.Trainer)]
     found["one logs"] = train(zdtrain.Trainer, folder, OneLogs).error
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -49,3 +49,10 @@ def test_a_metric_of_one_process_is_refused_by_name(found):
     assert all("different numbers of values with sync_dist=True" in error for error in errors)
     assert "training_step.one" in errors[0]
     assert "training_step.one" not in errors[1]
+
+
+def test_a_step_that_fails_leaves_the_values_of_the_step_before(found):
+    for of_process in found:
+        stock, ours = of_process["failed"]
+        assert ours == stock
+        assert "loss_step" in ours

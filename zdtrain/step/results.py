@@ -162,6 +162,7 @@ class StepResults(_ResultCollection):
         self.declared: dict[int | None, Declared] = {}  # by index of the data loader
         self.behind: Callable[[], None] | None = None  # puts the step's values into cells that are ahead of it
         self._unreduced: dict[str, MetricSlot] = {}  # whose cells hold this process's value and should hold all's
+        self._reduced: dict[str, Tensor] = {}  # what the cells of such slots held after the latest reduction
         self._gathers = False
 
     def __setitem__(self, key: str, metric: _ResultMetric) -> None:
@@ -194,11 +195,21 @@ class StepResults(_ResultCollection):
         try:
             yield
         except BaseException:
-            self._unreduced.clear()  # the other processes may not come this far
+            self._take_back_unreduced()  # the other processes may not come this far
             raise
         finally:
             self._gathers = False
         self.reduce_step()
+
+    def _take_back_unreduced(self) -> None:
+        """Let the step's values that will not be reduced make way for those of the step before."""
+        for key, slot in self._unreduced.items():
+            slot.pending = None
+            if key in self._reduced:
+                slot.cell.copy_(self._reduced[key])
+            else:
+                slot.reset()
+        self._unreduced.clear()
 
     def reduce_step(self) -> None:
         """Put the values of all processes into cells that hold this process's."""
@@ -210,9 +221,11 @@ class StepResults(_ResultCollection):
         for key, slot in slots.items():
             if key not in packed:
                 slot.cell.copy_(slot.meta.sync(slot.cell.clone()))
-        reduced = reduce_packed({Name(key): (slot.cell, slot.meta.sync) for key, slot in packed.items()})
         if packed:
-            torch._foreach_copy_([slot.cell for slot in packed.values()], [reduced[Name(key)] for key in packed])
+            reduced = reduce_packed({Name(key): (slot.cell, slot.meta.sync) for key, slot in packed.items()})
+            values = {key: reduced[Name(key)] for key in packed}
+            torch._foreach_copy_([slot.cell for slot in packed.values()], list(values.values()))
+            self._reduced.update(values)
 
     def reduce_epoch(self) -> None:
         """Compute the epoch's values that are reduced over processes, in one go.
