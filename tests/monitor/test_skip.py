@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from zdtrain.monitors import Spike, Threshold
+from zdtrain.monitors import NonFinite, Spike, Threshold
 from zdtrain.optim import Cosine, SimpleAdam
 from zdtrain.records import load_run
 
@@ -25,7 +25,7 @@ class Heard(Callback):
         self.skipped = {}
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.skipped[batch_idx // trainer.accumulate_grad_batches] = trainer._monitoring.num_skipped
+        self.skipped[batch_idx // trainer.accumulate_grad_batches] = trainer.skipped_steps
 
 
 def assert_skips_exactly(make, cause, *, steps=(17,), batches=40, accumulate=1, capture="off", **options):
@@ -49,6 +49,10 @@ def test_a_run_with_a_skipped_step_equals_a_run_without_its_batches(optimizer, c
     skipped = assert_skips_exactly(lambda: Net(optimizer), cause, **options)
     if capture == "graph":
         assert skipped.capture_report.steps_replayed > 10
+
+
+def test_the_first_step_can_be_skipped_in_a_window_of_several_batches():
+    assert_skips_exactly(lambda: Net("SimpleAdam"), "nan", steps=(0,), batches=10, accumulate=3)
 
 
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "SGD"])
@@ -91,6 +95,10 @@ def test_the_schedule_catches_up_when_the_host_hears_of_a_skip():
 class HostSchedule(Net):
     """A learning rate that is a tensor on the device, written by a scheduler on the host."""
 
+    def __init__(self, optimizer, frequency=2):
+        super().__init__(optimizer)
+        self.frequency = frequency
+
     def configure_optimizers(self):
         make = {
             "SimpleAdam": lambda: SimpleAdam(self.parameters(), lr=0.01),
@@ -98,7 +106,7 @@ class HostSchedule(Net):
         }
         optimizer = make[self.optimizer]()
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 2}]
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": self.frequency}]
 
 
 @pytest.mark.parametrize("capture", ["off", "graph"])
@@ -123,6 +131,84 @@ def test_a_run_says_where_its_schedule_follows_a_skipped_step_late():
         run(Net("AdamW"), loader(20), nonfinite="skip"),
     ):
         assert quiet.fit_loop.epoch_loop.fallbacks == []
+
+
+class TwoSchedules(HostSchedule):
+    """Schedulers of different frequency, of which not all move in a skipped step."""
+
+    def configure_optimizers(self):
+        (optimizer,), schedulers = super().configure_optimizers()
+        slow = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return [optimizer], [*schedulers, {"scheduler": slow, "interval": "step", "frequency": 3}]
+
+
+def test_schedulers_of_different_frequency_are_exact_as_the_host_waits_and_says_so():
+    bad = loader(30, dict.fromkeys((5, 7, 8, 17), "nan"))
+    late = run(TwoSchedules("SimpleAdam"), bad, lag=10_000, max_lag_steps=20, nonfinite="skip")
+    heard_at_once = run(TwoSchedules("SimpleAdam"), bad, nonfinite="skip")
+    assert differences(left_behind(late), left_behind(heard_at_once)) == []
+    (reason,) = late.fit_loop.epoch_loop.fallbacks
+    assert (reason.code, "waits for each step" in reason.message) == ("late-schedule", True)
+
+
+class Plateaus(Net):
+    """A learning rate that falls when the loss of a step is no better."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=2)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "monitor": "train_loss"}]
+
+
+@pytest.mark.parametrize("lag", [None, 10_000])
+def test_a_scheduler_that_looks_at_the_loss_does_not_look_at_a_skipped_step(lag):
+    skipped = run(Plateaus(), loader(30, {5: "nan", 6: "nan", 20: "nan"}), nonfinite="skip", lag=lag)
+    without = run(Plateaus(), loader(30, without=(5, 6, 20)))
+    got, want = left_behind(skipped), left_behind(without)
+    assert differences({k: got[k] for k in COUNTED}, {k: want[k] for k in COUNTED}) == []
+
+
+class WritesOptions(Callback):
+    """Writes another learning rate and weight decay at the end of a batch."""
+
+    def __init__(self, batch_idx):
+        self.batch_idx = batch_idx
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        group = trainer.optimizers[0].param_groups[0]
+        if batch_idx == self.batch_idx:
+            group["weight_decay"] = 0.125
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(0.003)
+            else:
+                group["lr"] = 0.003
+
+
+@pytest.mark.parametrize("steps", [(), (5,), (5, 9, 12)])
+@pytest.mark.parametrize("lag", [None, 10_000])
+@pytest.mark.parametrize("optimizer", [None, "SimpleAdam", "fused AdamW"])
+def test_what_a_callback_writes_into_the_optimizer_survives_a_skip(optimizer, lag, steps):
+    make = lambda: HostSchedule(optimizer, frequency=1) if optimizer else Net()  # noqa: E731
+    bad, before = loader(30, dict.fromkeys(steps, "nan")), sum(step < 10 for step in steps)
+    skipped = run(make(), bad, nonfinite="skip", lag=lag, callbacks=[WritesOptions(10)], max_lag_steps=20)
+    without = run(make(), loader(30, without=steps), callbacks=[WritesOptions(10 - before)])
+    got, want = left_behind(skipped), left_behind(without)
+    names = ["optimizer", "schedule", "updates", "weights"]
+    if optimizer is None and lag:  # a number follows late, but it gets there
+        got["optimizer"], want["optimizer"] = (part["optimizer"]["param_groups"] for part in (got, want))
+        names.remove("weights")
+    assert differences({k: got[k] for k in names}, {k: want[k] for k in names}) == []
+
+
+@pytest.mark.parametrize("lag", [None, 10_000])
+def test_a_step_of_the_scheduler_by_hand_is_not_taken_back_with_a_skipped_one(lag):
+    class StepsIt(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 20:
+                trainer.lr_scheduler_configs[0].scheduler.step()
+
+    trainer = run(Net(), loader(30, {20: "nan"}), nonfinite="skip", lag=lag, callbacks=[StepsIt()])
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 30 - 1 + 1
 
 
 class Epochs(Net):
@@ -252,6 +338,20 @@ def test_bad_steps_in_a_row_stop_the_run_before_the_last_of_them():
     without = run(Net("AdamW"), loader(60, without=(5, 6, 7, 8)), max_steps=16)
     got, want = left_behind(stopped), left_behind(without)
     assert differences({k: got[k] for k in COUNTED}, {k: want[k] for k in COUNTED}) == []
+
+
+@pytest.mark.parametrize("optimizer", [None, "SimpleAdam"])
+def test_a_stop_that_is_heard_together_with_skips_before_it_is_exact(optimizer):
+    make = lambda: HostSchedule(optimizer, frequency=1) if optimizer else Net()  # noqa: E731
+    bad = loader(30, {4: "nan", 6: "nan", 10: "large"})
+    monitors = [NonFinite("loss", then="skip"), Threshold("train_loss", above=100.0, then="stop")]
+    stopped = run(make(), bad, monitors=monitors, lag=10_000, max_lag_steps=20)
+    without = run(make(), loader(30, without=(4, 6)), max_steps=8)
+    got, want = left_behind(stopped), left_behind(without)
+    if optimizer is None:  # a number follows late, but it gets there
+        got["optimizer"], want["optimizer"] = (part["optimizer"]["param_groups"] for part in (got, want))
+    names = ["optimizer", "schedule", "updates", *(["weights", "epoch"] if optimizer else [])]
+    assert differences({k: got[k] for k in names}, {k: want[k] for k in names}) == []
 
 
 def test_a_spike_is_skipped_and_does_not_hide_the_next():

@@ -121,8 +121,8 @@ class TellsLogger(Net):
         return loss
 
 
-def csv_of(batches, folder, **options):
-    callbacks = [LearningRateMonitor("step"), OneRowAtATime()]
+def csv_of(batches, folder, callbacks=(), **options):
+    callbacks = [LearningRateMonitor("step"), OneRowAtATime(), *callbacks]
     run(TellsLogger(), batches, logger=CSVLogger(folder, name="csv"), callbacks=callbacks, **options)
     return (folder / "csv" / "version_0" / "metrics.csv").read_text()
 
@@ -134,6 +134,33 @@ def test_loggers_hear_what_they_hear_of_a_run_that_ended_before_the_step_whoever
     bad = loader(100, {37: "nan"})
     stopped = csv_of(bad, tmp_path / "stopped", nonfinite="stop", lag=lag, max_lag_steps=50, **options)
     assert stopped == csv_of(loader(100), tmp_path / "ended", max_steps=37, **options)
+
+
+@pytest.mark.parametrize("lag", [None, 10_000])
+def test_loggers_hear_nothing_of_the_step_that_a_checkpoint_was_due_after(tmp_path, lag):
+    def keep(folder):
+        return {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(folder, every_n_train_steps=1)]}
+
+    stopped = csv_of(loader(30, {7: "nan"}), tmp_path / "stopped", nonfinite="stop", lag=lag, **keep(tmp_path / "1"))
+    assert stopped == csv_of(loader(30), tmp_path / "ended", max_steps=7, **keep(tmp_path / "2"))
+
+
+class Decays(Callback):
+    """Writes the learning rate before every step, as a number or into its tensor."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        group = trainer.optimizers[0].param_groups[0]
+        group["lr"] = 0.9 * group["lr"]
+        group["weight_decay"] = 0.001 * batch_idx
+
+
+@pytest.mark.parametrize("scheduler", [False, True])
+@pytest.mark.parametrize("lag", [None, 10_000])
+@pytest.mark.parametrize("optimizer", ["SGD", "SimpleAdam"])
+def test_what_callbacks_wrote_into_the_optimizer_behind_a_stop_is_taken_back(optimizer, lag, scheduler):
+    stopped = run(Net(optimizer, scheduler), loader(30, {7: "nan"}), nonfinite="stop", lag=lag, callbacks=[Decays()])
+    ended = run(Net(optimizer, scheduler), loader(30), max_steps=7, callbacks=[Decays()])
+    assert differences(left_behind(stopped), left_behind(ended)) == []
 
 
 def test_what_loggers_hear_and_in_which_order_does_not_depend_on_monitors(tmp_path):

@@ -56,8 +56,12 @@ class LoggerCalls:
         finally:
             self._passes = before
 
-    def close(self) -> None:
-        """Make the calls that are left, unless a stop lies before them; from here on, calls pass."""
+    def close(self, end: float = float("inf")) -> None:
+        """Make the calls that are left, unless a stop lies before them; from here on, calls pass.
+
+        Args:
+            end: The first step that is known not to count, though its row may not have arrived.
+        """
         self._passes = True
         before, self._before = self._before, []
         for logger, patched in before:
@@ -66,7 +70,8 @@ class LoggerCalls:
                 logger.log_metrics = patched  # type: ignore[method-assign]
         held, self._held = self._held, deque()
         for step, call in held:
-            self._make(step, call)
+            if step < end:
+                self._make(step, call)
 
     def _make(self, step: int, call: Callable[[], None]) -> None:
         stop = self._listener.stop

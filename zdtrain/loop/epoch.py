@@ -1,6 +1,6 @@
 """The training epoch: stock Lightning's loop with a short path from one batch to the next."""
 
-from contextlib import nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 from lightning.pytorch import Trainer
@@ -113,8 +113,9 @@ class EpochLoop(_TrainingEpochLoop):
             self.val_loop.restarting = False
         progress = self.batch_progress
         batch_idx = progress.current.ready
-        if monitoring is not None and batch_idx % self.trainer.accumulate_grad_batches == 0:
-            monitoring.start_step()
+        starts_step = batch_idx % self.trainer.accumulate_grad_batches == 0
+        if starts_step and monitoring is not None and monitoring.start_step():
+            raise StopIteration
         batch = plan.feed.next()
         progress.is_last_batch = data_fetcher.done
         progress.increment_ready()
@@ -143,17 +144,29 @@ class EpochLoop(_TrainingEpochLoop):
             self._step_epoch_schedulers()
         if stop:
             raise StopIteration
-        if monitoring is None or not monitoring.has_stopped:
+        counts = monitoring is None or not monitoring.has_stopped
+        if counts:
             plan.hooks("on_train_batch_end", outputs, batch, batch_idx)
         connector.end_step(self.results)
         progress.increment_completed()
-        self._log_step(connector)
+        if counts:
+            self._log_step(connector)
 
     def _step_schedulers(self, plan: StepPlan) -> None:
         if (plan.several is not None and plan.several.follow_schedule()) or self._should_accumulate():
             return
-        with nullcontext() if self.monitoring is None else self.monitoring.schedule_moves():
-            self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        move = partial(self.update_lr_schedulers, "step", update_plateau_schedulers=False)
+        if self.monitoring is None:
+            move()
+        else:
+            self.monitoring.move_schedule(move)
+
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """Let schedulers follow a step or an epoch; one that looks at a metric does not follow a skipped step."""
+        looks_at_step = update_plateau_schedulers and interval == "step"
+        if looks_at_step and self.monitoring is not None and self.monitoring.has_skipped(self._batches_that_stepped):
+            return
+        super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     def _step_epoch_schedulers(self) -> None:
         """Step the schedulers that follow epochs, unless a monitor turns out to have ended the run."""

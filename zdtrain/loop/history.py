@@ -1,16 +1,32 @@
 """What the host counts per step, kept so that steps can be taken back that turn out not to have counted."""
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zdtrain.errors import FallbackReason
-from zdtrain.loop.rates import RatesByCount, copied, reason_for_late_schedule
+from zdtrain.loop.options import Options, options_of
+from zdtrain.loop.rates import RatesByCount, reason_for_late_schedule, reason_for_several_schedules
 from zdtrain.step.results import MetricSlot
+
+STEPS = ("last_epoch", "_step_count")  # what torch's schedulers count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """The learning rate's state at some time."""
+
+    schedulers: list[dict[str, Any]]
+    """State of the schedulers."""
+    options: Options
+    """Options of the optimizer's parameter groups."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -23,18 +39,12 @@ class Mark:
     """Fields of Lightning's progress counters."""
     scheduled: int
     """Updates of the learning rate so far."""
+    schedule: Schedule | None
+    """Its state; None where the number of updates says it."""
+    rates: Tensor | None = None
+    """What its tensors held, shape=(tensors,), where the number of updates does not say it any more."""
     weights: list[Any]
     """Batch sizes that logged means were weighted with so far, of each slot that there was."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
-    """The learning rate's state after so many updates."""
-
-    schedulers: list[dict[str, Any]]
-    """State of the schedulers that follow steps."""
-    groups: list[dict[str, Any]]
-    """Options of the optimizer's parameter groups: numbers, and copies of tensors."""
 
 
 class History:
@@ -57,15 +67,31 @@ class History:
         self._updates = vars(schedulers.total)
         self._slots: list[dict[str, Any]] = []  # attributes of each, past nn.Module's machinery; new ones come last
         self._num_results = -1
-        self._schedulers = [c.scheduler for c in trainer.lr_scheduler_configs if c.interval == "step"]
+        configs = trainer.lr_scheduler_configs
+        self._schedulers = [config.scheduler for config in configs]
+        following = [config for config in configs if config.interval == "step" and not config.reduce_on_plateau]
         self._marks: deque[Mark] = deque()
         self._heard = -1  # marks up to here are forgotten
-        self._schedules: dict[int, Schedule] = {}  # by number of updates
+        self._read: Options | None = None  # the options when they were read last
+        self._left: Options | None = None  # when the schedule moved last, and how often it had
+        self._left_scheduled = 0
+        self._schedules: dict[int, Schedule] = {}  # by number of updates, where they may be taken back
         self.rates: RatesByCount | None = None
-        if late is not None and self._schedulers:
-            hold, max_lag_steps = late
-            size = (max_lag_steps + 2) * len(self._schedulers)
-            self.rates = RatesByCount(trainer.optimizers[0], hold, size)
+        self.reason: FallbackReason | None = None
+        """Why the schedule costs exactness or time on a device that answers late; None where it does not."""
+        if late is not None and following:
+            self._follow_late(following, *late)
+
+    def _follow_late(self, configs: list[Any], hold: Tensor, max_lag_steps: int) -> None:
+        if len({config.frequency for config in configs}) > 1:
+            self.reason = reason_for_several_schedules()
+            return
+        self.reason = reason_for_late_schedule(self._optimizer, [config.scheduler for config in configs])
+        self.rates = RatesByCount(self._optimizer, hold, (max_lag_steps + 2) * len(configs))
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        return self._trainer.optimizers[0]
 
     @property
     def _scheduled(self) -> int:
@@ -73,15 +99,15 @@ class History:
 
     def start(self) -> None:
         """Begin, or go on, with all steps known to have counted."""
-        self._schedules.clear()
         if self._marks:  # what is counted so far is no step's share
             self._marks[-1].scheduled = self._scheduled
         if self.rates is not None:
+            if self._marks:
+                self._marks[-1].schedule = self._schedules.get(self._scheduled)
+                self._marks[-1].rates = self.rates.counted()
+            self._schedules.clear()
             self.rates.start(self._scheduled)
-
-    def reason_for_late_schedule(self) -> FallbackReason | None:
-        """Return why the schedule follows a skipped step late; None where it does not."""
-        return None if self.rates is None else reason_for_late_schedule(self._trainer.optimizers[0], self._schedulers)
+            self._leave()
 
     def mark(self) -> None:
         """Keep the state before the step that follows."""
@@ -89,14 +115,34 @@ class History:
             step=self._loop._batches_that_stepped,
             counters=[fields.copy() for fields in self._fields],
             scheduled=self._updates["completed"],
+            schedule=self._schedule() if self.rates is None else None,
             weights=self._weights(),
         )
         if self._marks and self._marks[-1].step == mark.step:  # an epoch ended before the step began
             self._marks.pop()
         self._marks.append(mark)
-        if self._schedulers and mark.scheduled not in self._schedules:
-            states = [scheduler.state_dict() for scheduler in self._schedulers]
-            self._schedules[mark.scheduled] = Schedule(schedulers=states, groups=self._groups())
+
+    def _schedule(self) -> Schedule:
+        self._read = options_of(self._optimizer, self._read, with_copies=self.rates is None)
+        return Schedule(schedulers=[scheduler.state_dict() for scheduler in self._schedulers], options=self._read)
+
+    def _leave(self) -> None:
+        schedule = self._schedules[self._scheduled] = self._schedule()
+        self._left, self._left_scheduled = schedule.options, self._scheduled
+
+    @property
+    def is_as_left(self) -> bool:
+        """Whether nobody else wrote an option of the optimizer since the schedule moved."""
+        left = self._left
+        return left is not None and left.are_those_of(self._optimizer) and self._scheduled == self._left_scheduled
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Let the schedulers that follow steps move in the body, where `rates` keeps up with them."""
+        assert self.rates is not None
+        with self.rates.moving(self._loop.scheduler_progress.total):
+            yield
+        self._leave()
 
     def _weights(self) -> list[Any]:
         results = self._loop._results
@@ -104,16 +150,6 @@ class History:
             self._num_results = len(results)
             self._slots = [metric.__dict__ for metric in results.values() if isinstance(metric, MetricSlot)]
         return [slot["weight"] for slot in self._slots]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        kept: Any = float | int | tuple
-        if self.rates is None:  # it takes care of tensors
-            kept |= Tensor
-        groups = self._trainer.optimizers[0].param_groups
-        return [
-            {name: copied(value) for name, value in group.items() if isinstance(value, kept) and name != "params"}
-            for group in groups
-        ]
 
     def trim(self, heard: int) -> None:
         """Forget what no step behind `heard` may need."""
@@ -134,7 +170,12 @@ class History:
         self._loop._batches_that_stepped = mark.step
         self._loop.batch_progress.is_last_batch = False
         self._write_weights(mark.weights)
-        self._write_schedule(mark.scheduled)
+        schedule = mark.schedule or self._schedules[mark.scheduled]
+        for scheduler, state in zip(self._schedulers, schedule.schedulers, strict=True):
+            scheduler.load_state_dict(state)
+        schedule.options.put_back(self._optimizer)
+        if self.rates is not None:
+            self.rates.show(mark.rates)
 
     def forget(self, step: int) -> None:
         """Take the share of a skipped step out of what the host counts: logged means and the learning rate's progress.
@@ -157,7 +198,7 @@ class History:
             counter.ready -= updates
             counter.completed -= updates
         if updates:
-            self._write_schedule(self._scheduled)
+            self._return_schedule(updates)
 
     def _index(self, step: int) -> int:
         return next(index for index, mark in enumerate(self._marks) if mark.step == step)
@@ -168,16 +209,14 @@ class History:
         for slot, weight in zip(self._slots, known, strict=True):
             slot["weight"], slot["_computed"] = weight, None
 
-    def _write_schedule(self, updates: int) -> None:
-        """Return schedulers and parameter groups to where they were after so many updates."""
-        schedule = self._schedules.get(updates)
-        if schedule is None:  # nothing follows steps
-            return
-        for scheduler, state in zip(self._schedulers, schedule.schedulers, strict=True):
+    def _return_schedule(self, updates: int) -> None:
+        """Return schedulers and numbers to where they were so many updates ago, but for what others wrote since."""
+        assert self._left is not None
+        left, then = self._schedules[self._left_scheduled], self._schedules[self._left_scheduled - updates]
+        for scheduler, before, state in zip(self._schedulers, left.schedulers, then.schedulers, strict=True):
+            own = scheduler.state_dict()
+            if any(own.get(name) != before.get(name) for name in STEPS):  # somebody stepped it
+                state = {**own, **{name: own[name] - before[name] + state[name] for name in STEPS if name in own}}
             scheduler.load_state_dict(state)
-        for group, options in zip(self._trainer.optimizers[0].param_groups, schedule.groups, strict=False):
-            for name, value in options.items():
-                if isinstance(value, Tensor) and isinstance(group[name], Tensor):
-                    group[name].copy_(value)
-                else:
-                    group[name] = value
+        self._left = then.options.put_back_numbers(self._optimizer, self._left)
+        self._left_scheduled -= updates

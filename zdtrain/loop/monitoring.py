@@ -1,7 +1,7 @@
 """The monitors of one fit: what the step asks for them, what the host hears of them, and how a run ends by one."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -106,9 +106,13 @@ class Monitoring:
         if self.listener is not None and any(v.action == "stop" for v in self.guard.verdicts):
             self._calls = LoggerCalls(trainer, self.listener)
         self._history: History | None = None
+        self._knows_skips = False  # whether the host asks of each step if its update is held back
         if self.guard.holds:
-            hears_late = not drain.runtime.is_immediate and any(v.action == "skip" for v in self.guard.verdicts)
+            skips = any(verdict.action == "skip" for verdict in self.guard.verdicts)
+            hears_late = skips and not drain.runtime.is_immediate
             self._history = History(trainer, (self.guard.hold, max_lag_steps) if hears_late else None)
+            self._knows_skips = drain.runtime.is_immediate or (skips and self._history.rates is None)
+        self._hold_here = self.guard.hold.numpy() if drain.runtime.is_immediate else None
         self._has_started = False
         self._in_doubt = False  # a step has run whose row is not on its way yet
         keeps = any(isinstance(monitor, NonFinite) and monitor.find_module for monitor in monitors)
@@ -117,6 +121,7 @@ class Monitoring:
         self._signature = [f"{type(m).__name__} {m.metrics or ''} {m.action}" for m in monitors]
         self.has_stopped = False
         self.num_skipped = 0
+        self._last_skipped = -1
         self.lag_steps = 0  # the most that the host was behind
 
     @property
@@ -125,17 +130,27 @@ class Monitoring:
         stop = self.listener.stop if self.listener is not None else None
         return None if stop is None else {"monitor": stop.monitor, "step": stop.step}
 
-    def start_step(self) -> None:
-        """Keep what the host counts, before the first batch of a step."""
+    def start_step(self) -> bool:
+        """Keep what the host counts, before the first batch of a step; return whether a monitor has ended the run."""
         if not self._has_started:  # only now a resumed loop knows
             self._has_started = True
             self.guard.gates.step.fill_(self._loop._batches_that_stepped)
             if self._history is not None:
                 self._history.start()
-                if reason := self._history.reason_for_late_schedule():
-                    self._loop.say(reason)
+                if self._history.reason is not None:
+                    self._loop.say(self._history.reason)
         if self._history is not None:
-            self._history.mark()
+            self._follow_others(self._history)
+            if not self.has_stopped:
+                self._history.mark()
+        return self.has_stopped
+
+    def _follow_others(self, history: History) -> None:
+        """Hear of all steps where others wrote the learning rate: what is taken back later must not reach behind it."""
+        if history.rates is None or history.is_as_left:
+            return
+        if not self.settle(flush=True):
+            history.start()
 
     def keep_batch(self, batch: Any, batch_idx: int) -> None:
         """Keep a batch until the host has heard of its step, where it may have to be looked at again."""
@@ -152,12 +167,23 @@ class Monitoring:
         ):
             self.settle_now()
 
-    @contextmanager
-    def schedule_moves(self) -> Iterator[None]:
-        """Let schedulers that follow steps move in the body, where a step has just been run."""
-        rates = None if self._history is None else self._history.rates
-        with nullcontext() if rates is None else rates.moving(self._loop.scheduler_progress.total):
-            yield
+    def move_schedule(self, move: Callable[[], None]) -> None:
+        """Let the schedulers that follow steps move, where a step has just been run.
+
+        Args:
+            move: Moves them.
+        """
+        history = self._history
+        if history is None:
+            move()
+        elif history.rates is None:
+            if not (self._knows_skips and self._is_held_back()):
+                move()
+        else:
+            self._follow_others(history)
+            if not self.has_stopped:
+                with history.moving():
+                    move()
 
     def end_schedule(self) -> None:
         """Take note that the schedulers of an epoch moved, where all steps have been heard of."""
@@ -190,6 +216,10 @@ class Monitoring:
         """Whether the host knows, without having heard, that no monitor acted in the step or in one before it."""
         return self.guard.is_quiet
 
+    def has_skipped(self, step: int) -> bool:
+        """Return whether `step` is the newest one known to be skipped."""
+        return self._last_skipped == step
+
     def settle(self, *, flush: bool = False) -> bool:
         """Let the host's counts follow what has arrived; return whether a monitor ended the run.
 
@@ -206,6 +236,7 @@ class Monitoring:
         if listener.skipped:
             for step in listener.take_skipped():
                 self.num_skipped += 1
+                self._last_skipped = step
                 history.forget(step)
         if listener.stop is not None:
             self._go_back(listener.stop.step)
@@ -259,7 +290,9 @@ class Monitoring:
             self.listener.load_state(state["informing"])
 
     def _is_held_back(self) -> bool:
-        return bool(self.guard.holds and self._drain.runtime.read(self.guard.hold))
+        if not self.guard.holds or self.guard.is_quiet:
+            return False
+        return bool(self._drain.runtime.read(self.guard.hold) if self._hold_here is None else self._hold_here)
 
     def _go_back(self, step: int) -> None:
         """Return to the end of the last good step and let the run end."""
@@ -268,7 +301,7 @@ class Monitoring:
         self._history.rewind(step)
         self.guard.put_back()
         if self._calls is not None:
-            self._calls.close()
+            self._calls.close(step)
         if not self.has_stopped:
             self.has_stopped = True
             self._minimum = fit_loop.min_epochs, self._loop.min_steps

@@ -56,7 +56,15 @@ class RatesByCount:
         if moved:
             self._keep(progress.completed)
             self._place.add_(torch.where(self._hold, self._zero, moved)).remainder_(self._size)
-        self._show(self._passed.index_select(0, self._place)[0])
+        self.show()
+
+    def counted(self) -> Tensor:
+        """Return the rates of the updates that counted, shape=(tensors,), float64."""
+        return self._passed.index_select(0, self._place)[0]
+
+    def show(self, rates: Tensor | None = None) -> None:
+        """Write `rates`, shape=(tensors,), into the tensors; by default those of the updates that counted."""
+        self._show(self.counted() if rates is None else rates)
 
     def _keep(self, updates: int) -> None:
         if self._tensors:
@@ -88,6 +96,15 @@ def reason_for_late_schedule(optimizer: torch.optim.Optimizer, schedulers: Seque
         f"{' and '.join(numbers)} of {name} are numbers on the host, which hears of a skipped step later: the steps in "
         "between are made with those of one update more. A schedule on the device is exact, "
         "SimpleAdam(schedule=...), and so is a learning rate that is a tensor, lr=torch.tensor(...)"
+    )
+    return FallbackReason(code="late-schedule", message=message)
+
+
+def reason_for_several_schedules() -> FallbackReason:
+    """Return why each step is waited for where schedulers move in different steps."""
+    message = (
+        "schedulers of different frequency follow the steps, and which of them move depends on the steps that are "
+        "skipped: the host waits for each step to know. Give them the same frequency, or combine them, ChainedScheduler"
     )
     return FallbackReason(code="late-schedule", message=message)
 

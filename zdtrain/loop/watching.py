@@ -34,11 +34,18 @@ class CanMonitor:
     """The monitors; their thresholds can be assigned to at any time."""
     statistics: dict[str, Statistics]
     """Running statistics on the device, by metric."""
-    skipped_steps: int = 0
-    """Steps of the last fit whose update a monitor held back, as far as the host has heard."""
     _scalars: DeviceScalars | None
     _monitoring: Monitoring | None = None
+    _num_skipped: int = 0  # of the last fit
     _monitor_state: "MonitorState | None" = None
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of this fit, or of the last one, whose update a monitor held back, as far as the host has heard.
+
+        It has heard of all of them when it validates, saves a checkpoint and ends.
+        """
+        return self._num_skipped if self._monitoring is None else self._monitoring.num_skipped
 
     def _take_monitors(self, options: TrainerOptions) -> None:
         given = as_monitors(options.monitors)
@@ -99,7 +106,7 @@ class CanMonitor:
         trainer._connector.rows = rows
         trainer.fit_loop.epoch_loop.monitoring = trainer._connector.monitoring = None
         monitoring.close()
-        self.skipped_steps = monitoring.num_skipped
+        self._num_skipped = monitoring.num_skipped
         if self.ema is not None:
             self.ema.restore()
         if self.recorder is not None:

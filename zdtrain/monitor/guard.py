@@ -127,7 +127,7 @@ class StepGuard:
             # what a step makes for the first time has a copy before the next one, which may be captured
             self._num_prepared += 1
             self._places = list(changing_places(self._module))
-            self._module_state.save(held(self._places))
+            self._module_state.save_new(held(self._places))  # the others have theirs from before the window
             self._know_totals()
         self.values.take_lr(optimizer)
         self.is_quiet = False

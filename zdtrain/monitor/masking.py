@@ -34,6 +34,10 @@ class Copies:
         if known:
             torch._foreach_copy_(known, sources)
 
+    def save_new(self, live: Mapping[Hashable, Tensor]) -> None:
+        """Copy the tensors of `live` that have no copy yet."""
+        self.save({key: tensor for key, tensor in live.items() if key not in self._copies})
+
     def put_back(self, live: Mapping[Hashable, Tensor], hold: Tensor) -> None:
         """Write the copies into the tensors of `live` where `hold` is set; tensors without a copy stay."""
         for key, tensor in live.items():
@@ -200,13 +204,19 @@ class KeepAndPutBack:
         self._copies = Copies()
         self._checked = self._is_lifted = False
         self._numbers: list[dict[str, Any]] = []
+        self._versions: dict[Hashable, int] = {}  # of the options that are tensors, before the update
+
+    def _options(self) -> dict[Hashable, Tensor]:
+        return {
+            (f"group {index}", name): value
+            for index, group in enumerate(self._optimizer.param_groups)
+            for name, value in group.items()
+            if isinstance(value, Tensor)
+        }
 
     def _live(self) -> dict[Hashable, Tensor]:
         found: dict[Hashable, Tensor] = {}
-        for index, group in enumerate(self._optimizer.param_groups):
-            for name, value in group.items():
-                if isinstance(value, Tensor):
-                    found[f"group {index}", name] = value
+        for group in self._optimizer.param_groups:
             found.update((id(parameter), parameter) for parameter in group["params"] if not is_lazy(parameter))
         for parameter, state in self._optimizer.state.items():
             for name, value in state.items():
@@ -218,7 +228,9 @@ class KeepAndPutBack:
     def before(self) -> None:
         """Copy parameters and state."""
         self.lift(False)
-        self._copies.save(self._live())
+        options = self._options()
+        self._versions = {key: option._version for key, option in options.items()}
+        self._copies.save({**options, **self._live()})
         if not self._checked:
             self._numbers = self._group_numbers()
 
@@ -234,7 +246,8 @@ class KeepAndPutBack:
             self._refuse_host_state()
             self._checked = True
         if not self._is_lifted:
-            self._copies.put_back(self._live(), self._flag != 0)
+            written = {key: t for key, t in self._options().items() if t._version != self._versions.get(key)}
+            self._copies.put_back({**written, **self._live()}, self._flag != 0)
 
     def _group_numbers(self) -> list[dict[str, Any]]:
         groups = self._optimizer.param_groups
