@@ -200,6 +200,25 @@ def test_what_a_callback_writes_into_the_optimizer_survives_a_skip(optimizer, la
     assert differences({k: got[k] for k in names}, {k: want[k] for k in names}) == []
 
 
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
+def test_a_hook_inside_a_step_may_write_the_learning_rate(lr, optimizer):
+    class WarmsUp(Net):
+        def configure_optimizers(self):
+            make = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}[optimizer]
+            return make(self.parameters(), lr=lr.clone() if isinstance(lr, torch.Tensor) else lr, foreach=False)
+
+        def on_before_optimizer_step(self, optimizer):
+            (group,) = optimizer.param_groups
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].mul_(1.5)
+            else:
+                group["lr"] *= 1.5
+
+    skipped = run(WarmsUp(), loader(5, {0: "nan", 3: "nan"}), nonfinite="skip")
+    assert float(skipped.optimizers[0].param_groups[0]["lr"]) == pytest.approx(0.01 * 1.5**5)
+
+
 @pytest.mark.parametrize("lag", [None, 10_000])
 def test_a_step_of_the_scheduler_by_hand_is_not_taken_back_with_a_skipped_one(lag):
     class StepsIt(Callback):

@@ -228,15 +228,17 @@ class KeepAndPutBack:
     def before(self) -> None:
         """Copy parameters and state."""
         self.lift(False)
+        self._copies.save(self._live())
+
+    @torch.no_grad()
+    def lift(self, is_lifted: bool = True) -> None:
+        """See `Mask`; options that hooks have written by now are not the optimizer's doing."""
+        self._is_lifted = is_lifted
         options = self._options()
         self._versions = {key: option._version for key, option in options.items()}
-        self._copies.save({**options, **self._live()})
+        self._copies.save(options)
         if not self._checked:
             self._numbers = self._group_numbers()
-
-    def lift(self, is_lifted: bool = True) -> None:
-        """See `Mask`."""
-        self._is_lifted = is_lifted
 
     @torch.no_grad()
     def after(self) -> None:
