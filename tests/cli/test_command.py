@@ -241,6 +241,23 @@ def test_other_stages_run(here, command):
     assert len(find_runs("runs")) == 1
 
 
+def test_a_folder_that_another_process_records_into_is_refused_in_one_line(here, capsys):
+    assert main(["fit", "base.yaml"]) == 0
+    (folder,) = find_runs("runs")
+    code = (
+        "import sys, time; from pathlib import Path; from zdtrain.records.writer import RunWriter; "
+        "RunWriter(Path(sys.argv[1])).event('held'); print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        capsys.readouterr()
+        assert main(["fit", "base.yaml", f"--trainer.records={folder}"]) == 1
+        holder.kill()
+    said = capsys.readouterr().err
+    assert "zdtrain: error: another process is recording into" in said
+    assert "Traceback" not in said
+
+
 def test_warnings_of_ours_are_one_line_each(here):
     command = [sys.executable, "-m", "zdtrain", "fit", "base.yaml", "--trainer.records=base.yaml"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stderr

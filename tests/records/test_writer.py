@@ -135,6 +135,14 @@ def test_a_full_disk_warns_once(tmp_path):
     writer.add(record(0, m=0.0))
     with pytest.warns(RecordWarning, match="No space left on device"):
         writer.add(record(1, m=0.0))
+    writer.add(record(2, m=0.0))
+    (tmp_path / "metrics.jsonl").unlink()  # there is room again for how the run ended
+    with warnings.catch_warnings(action="error"):
+        writer.close("finished")
+    run = load_run(tmp_path)
+    assert (run.summary["status"], run.summary["record_error"]) == ("finished", "No space left on device")
+    assert run.summary["last_step"] == 2
+    assert not run.is_complete
 
 
 def test_a_document_that_does_not_fit_leaves_the_last_one_and_no_scratch_file(tmp_path):

@@ -27,6 +27,7 @@ from zdtrain.cli.arguments import WHOLE_NUMBER_MODE, configs_first, whole_number
 from zdtrain.cli.explain import explain
 from zdtrain.errors import ConfigError, ZDTrainWarning
 from zdtrain.monitors import Monitor, Statistics
+from zdtrain.records import RecordError
 from zdtrain.records.recorder import RunRecorder, find_recorder, recorder_for
 from zdtrain.suggest import did_you_mean
 from zdtrain.trainer import Trainer
@@ -62,7 +63,7 @@ def _run(subcommand: str, argv: list[str]) -> int:
     try:
         with one_line_warnings():
             TrainingCLI([subcommand, *configs_first(argv)])
-    except ConfigError:
+    except (ConfigError, RecordError):
         raise
     except MisconfigurationException as error:
         return report_error(error, EXIT_USAGE)

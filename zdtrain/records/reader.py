@@ -44,7 +44,8 @@ class Run:
     events: list[dict[str, Any]]
     """`events.jsonl`, in order."""
     is_complete: bool
-    """False where the run did not end by itself, or the last row was torn off: its last rows may be missing."""
+    """False where the run did not end by itself, could not be recorded to its end, or the last row was torn off: its
+    last rows may be missing."""
 
     @property
     def name(self) -> str:
@@ -99,7 +100,9 @@ def load_run(path: str | Path) -> Run:
         environment=read_document(folder / ENVIRONMENT, is_mapping, missing={}),
         epoch_statistics=read_document(folder / EPOCHS, is_epoch_table, missing=[]),
         events=read_rows(folder / EVENTS, is_event),
-        is_complete=summary.get("status") != "running" and not is_torn(folder / METRICS),
+        is_complete=(
+            summary.get("status") != "running" and "record_error" not in summary and not is_torn(folder / METRICS)
+        ),
     )
 
 

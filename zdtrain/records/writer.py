@@ -5,6 +5,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,18 +108,7 @@ class RunWriter:
     def text(self, name: str, content: str) -> None:
         """Replace the text file `name` of the folder."""
 
-        def replace() -> None:
-            target = self.folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            scratch = target.with_name(f".{target.name}.tmp")
-            try:
-                scratch.write_text(content, encoding="utf-8", errors="backslashreplace")
-                scratch.replace(target)
-            except OSError:
-                scratch.unlink(missing_ok=True)  # a full disk needs the room
-                raise
-
-        self._guard(replace)
+        self._guard(lambda: _replace(self.folder / name, content))
 
     def summarize(self, **fields: Any) -> None:
         """Set fields of `summary.json`; they are written with the next state."""
@@ -129,17 +119,18 @@ class RunWriter:
         self._last_state = time.monotonic()
         seconds = self._last_state - self._started
         self.document(EPOCHS, self._epochs.as_list())
-        self.document(
-            SUMMARY,
-            {
-                "num_steps": self._num_steps or None,  # unknown where only logger calls were recorded
-                "last_step": self._last_step,
-                "seconds": round(seconds, 3),
-                "steps_per_second": round(self._num_new_steps / seconds, 3) if self._num_new_steps else None,
-                "last_values": self._last_values,
-                **self._summary,
-            },
-        )
+        summary = {
+            "num_steps": self._num_steps or None,  # unknown where only logger calls were recorded
+            "last_step": self._last_step,
+            "seconds": round(seconds, 3),
+            "steps_per_second": round(self._num_new_steps / seconds, 3) if self._num_new_steps else None,
+            "last_values": self._last_values,
+            **self._summary,
+        }
+        self.document(SUMMARY, summary)
+        if self._broken and self.folder.is_dir():
+            with suppress(OSError):  # why recording stopped was said; how the run went on may still find room
+                _replace(self.folder / SUMMARY, dump_document(summary))
 
     def close(self, status: str) -> None:
         """Write everything that is left, say in the summary how the run ended, and let others continue the folder.
@@ -215,6 +206,7 @@ class RunWriter:
             write()
         except OSError as error:
             self._broken = True
+            self.summarize(record_error=error.strerror or str(error))
             reason = f"cannot write the run folder {self.folder}: {error.strerror or error}"
             if self._on_error == "raise":
                 raise RecordError(f"{reason}. Free space or choose another folder with records=PATH.") from error
@@ -223,6 +215,18 @@ class RunWriter:
                 RecordWarning,
                 stacklevel=2,
             )
+
+
+def _replace(target: Path, content: str) -> None:
+    """Replace a text file whole."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f".{target.name}.tmp")
+    try:
+        scratch.write_text(content, encoding="utf-8", errors="backslashreplace")
+        scratch.replace(target)
+    except OSError:
+        scratch.unlink(missing_ok=True)  # a full disk needs the room
+        raise
 
 
 def _drop_torn_line(path: Path) -> None:
