@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zdtrain
-from tests.parity.harness import Net, Outcome, differences, loader, run
+from tests.parity.harness import Net, Outcome, differences, fit, loader, run
 
 PROCESSES = 2
 DDP = {"devices": PROCESSES, "strategy": "ddp", "log_every_n_steps": 1}
@@ -213,18 +213,22 @@ def compare(folder: Path, options: dict[str, Any]) -> list[str]:
     return [*differences(*outcomes), *(outcome.error for outcome in outcomes if outcome.error)]
 
 
-def train(make: Callable[..., pl.Trainer], folder: Path, module: Any, **options: Any) -> Outcome:
-    """Train in a folder of both processes, which the first one looks at."""
+def train(make: Callable[..., pl.Trainer], folder: Path, module: Any, do: Any = fit, **options: Any) -> Outcome:
+    """Train in a folder of both processes."""
     place = folder / "run"
     if dist.get_rank() == 0:
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
     dist.barrier()
-    outcome, _ = run(make, place, module, **{**DDP, **options})
+
+    def do_and_wait(trainer: Any, model: Any) -> Any:
+        try:
+            return do(trainer, model)
+        finally:
+            dist.barrier()  # what is in the folder is looked at next, by both
+
+    outcome, _ = run(make, place, module, do=do_and_wait, **{**DDP, **options})
     dist.barrier()
-    if dist.get_rank():
-        outcome.rows.clear()  # the first process may be writing them
-        outcome.checkpoints.clear()
     return outcome
 
 
