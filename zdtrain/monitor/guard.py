@@ -104,7 +104,7 @@ class StepGuard:
         self._eps, self._one = self.values.board.new_full((), EPS), self.values.board.new_ones(())
         self._factors = self.values.board.new_ones(len(limits))  # shape=(clips,), what gradients are multiplied by
         self._first_factor = self._factors[0] if limits else self._one
-        self._measures_norm, self._norm = norm or self._clips, GradientNorm()
+        self._measures_norm, self._norm = norm or self._clips, GradientNorm(in_place=visible)
         self._module = module
         self._banks = banks
         self._places: list[Place] = []

@@ -34,6 +34,8 @@ class Filling(NamedTuple):
     """Cells that are written when somebody asks for them, and what belongs there."""
     seen: list[tuple[int, memoryview]]
     """The places of these cells, and where the host sees what belongs there."""
+    norm: memoryview | None
+    """Where the host sees the gradient norm, if it does."""
 
 
 class StepValues:
@@ -90,6 +92,7 @@ class StepValues:
         self._fillings: dict[Known, Filling] = {}  # the last one of its kind
         self._filling: Filling | None = None  # that of this step
         self._last_logged = _NOTHING
+        self._last_norm: Tensor | None = None
 
     def take_lr(self, optimizer: Optimizer) -> None:
         """Bring a learning rate that is a Python number to the device; before the step, outside anything captured."""
@@ -128,25 +131,42 @@ class StepValues:
             Which values there are; the same for all steps that have the same ones.
         """
         logged = self._logged() if self._metric_cells else _NOTHING
-        is_visible = self._shown is not None and logged is self._last_logged
+        is_visible = self._shown is not None and logged is self._last_logged and self._is_kept(norm)
         self._last_logged = logged
         key = (loss is not None, norm is not None, ends_window, is_visible)
         filling = self._fillings.get(key)
         if filling is None or filling.logged is not logged:
-            filling = self._fillings[key] = self._plan(*key, logged)
+            filling = self._fillings[key] = self._plan(*key, logged, norm)
         self._filling = filling
         sources = filling.sources
         if norm is not None:
             self.has_norm = True
-            sources = [norm, *sources]
+            if filling.norm is not None:
+                self._shown[self._own_places["grad_norm"]] = filling.norm[()]
+            else:
+                sources = [norm, *sources]
         if loss is not None:
             sources = [loss if loss.dim() == 0 else loss.reshape(()), *sources]
         if sources:
             torch._foreach_copy_(filling.targets, sources)
         return filling.known
 
+    def _is_kept(self, norm: Tensor | None) -> bool:
+        """Return whether the norm is where it was when there was one last, or is none."""
+        if norm is None or norm is self._last_norm:
+            return True
+        self._last_norm = norm
+        self._fillings = {key: filling for key, filling in self._fillings.items() if filling.norm is None}
+        return False
+
     def _plan(
-        self, has_loss: bool, has_norm: bool, ends_window: bool, is_visible: bool, logged: Mapping[str, Tensor]
+        self,
+        has_loss: bool,
+        has_norm: bool,
+        ends_window: bool,
+        is_visible: bool,
+        logged: Mapping[str, Tensor],
+        norm: Tensor | None,
     ) -> Filling:
         """Return how to fill the board.
 
@@ -154,10 +174,11 @@ class StepValues:
             has_loss: There is a loss.
             has_norm: There is a gradient norm.
             ends_window: See `fill`.
-            is_visible: The host sees what was logged for nothing, at the same address as in the step before.
+            is_visible: The host sees what was logged, and the norm, for nothing, where they were in the step before.
             logged: What was logged.
+            norm: The gradient norm.
         """
-        targets = [self._loss] * has_loss + [self.grad_norm] * has_norm + self._fixed_cells
+        targets = [self._loss] * has_loss + [self.grad_norm] * (has_norm and not is_visible) + self._fixed_cells
         sources = self._fixed.copy()
         if self._watches_lr and self._lr_tensor is not None:
             targets.append(self._lr)
@@ -174,6 +195,7 @@ class StepValues:
             sources=sources,
             left=(cells, values) if is_visible else ([], []),
             seen=[(self._places[n], logged[n].numpy().data) for n in names] if is_visible else [],
+            norm=norm.numpy().data if is_visible and norm is not None else None,
         )
 
     def complete(self) -> None:
