@@ -52,11 +52,12 @@ class History:
 
     Args:
         trainer: The Trainer, with its module attached.
+        at_once: The host has heard of every step before the next one starts.
         late: Where the host hears of skipped steps later: whether a step's update is held back, shape=(), bool, and
             how many steps the host may be behind.
     """
 
-    def __init__(self, trainer: Trainer, late: tuple[Tensor, int] | None = None) -> None:
+    def __init__(self, trainer: Trainer, *, at_once: bool, late: tuple[Tensor, int] | None = None) -> None:
         self._trainer = trainer
         loop = self._loop = trainer.fit_loop.epoch_loop
         optimizer = loop.automatic_optimization.optim_progress.optimizer
@@ -70,9 +71,11 @@ class History:
         configs = trainer.lr_scheduler_configs
         self._schedulers = [config.scheduler for config in configs]
         following = [config for config in configs if config.interval == "step" and not config.reduce_on_plateau]
-        self._marks: deque[Mark] = deque()
+        self._hears_at_once = at_once
+        self._marks: deque[Mark] = deque()  # of steps that may have to be taken back
         self._heard = -1  # marks up to here are forgotten
         self._read: Options | None = None  # the options when they were read last
+        self._fixed: Schedule | None = None  # made last; the next one where nothing moves
         self._left: Options | None = None  # when the schedule moved last, and how often it had
         self._left_scheduled = 0
         self._schedules: dict[int, Schedule] = {}  # by number of updates, where they may be taken back
@@ -113,18 +116,24 @@ class History:
         """Keep the state before the step that follows."""
         mark = Mark(
             step=self._loop._batches_that_stepped,
-            counters=[fields.copy() for fields in self._fields],
+            counters=list(map(dict.copy, self._fields)),
             scheduled=self._updates["completed"],
             schedule=self._schedule() if self.rates is None else None,
             weights=self._weights(),
         )
-        if self._marks and self._marks[-1].step == mark.step:  # an epoch ended before the step began
+        if self._hears_at_once:
+            self._marks.clear()
+        elif self._marks and self._marks[-1].step == mark.step:  # an epoch ended before the step began
             self._marks.pop()
         self._marks.append(mark)
 
     def _schedule(self) -> Schedule:
-        self._read = options_of(self._optimizer, self._read, with_copies=self.rates is None)
-        return Schedule(schedulers=[scheduler.state_dict() for scheduler in self._schedulers], options=self._read)
+        options = options_of(self._optimizer, self._read, with_copies=self.rates is None)
+        if self._schedulers or options is not self._read or self._fixed is None:
+            self._read = options
+            states = [scheduler.state_dict() for scheduler in self._schedulers]
+            self._fixed = Schedule(schedulers=states, options=options)
+        return self._fixed
 
     def _leave(self) -> None:
         schedule = self._schedules[self._scheduled] = self._schedule()

@@ -110,7 +110,8 @@ class Monitoring:
         if self.guard.holds:
             skips = any(verdict.action == "skip" for verdict in self.guard.verdicts)
             hears_late = skips and not drain.runtime.is_immediate
-            self._history = History(trainer, (self.guard.hold, max_lag_steps) if hears_late else None)
+            late = (self.guard.hold, max_lag_steps) if hears_late else None
+            self._history = History(trainer, at_once=drain.runtime.is_immediate, late=late)
             self._knows_skips = drain.runtime.is_immediate or (skips and self._history.rates is None)
         self._hold_here = self.guard.hold.numpy() if drain.runtime.is_immediate else None
         self._has_started = False

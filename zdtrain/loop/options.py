@@ -32,8 +32,10 @@ class Options:
         groups = optimizer.param_groups
         if len(groups) != len(self.groups) or [tensor._version for tensor in self.tensors] != self.versions:
             return False
-        pairs = zip(groups, self.groups, strict=True)
-        return all(len(now) == len(then) and all(map(is_, now.values(), then.values())) for now, then in pairs)
+        for now, then in zip(groups, self.groups, strict=True):
+            if len(now) != len(then) or not all(map(is_, now.values(), then.values())):
+                return False
+        return True
 
     def put_back(self, optimizer: Optimizer) -> None:
         """Give the optimizer these options again."""
