@@ -1,13 +1,14 @@
 """What keeps a run on stock Lightning's own loop is named, once, with what was found."""
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from tests.parity.harness import QUIET, Net
 from zdtrain import Trainer
@@ -40,6 +41,10 @@ class OwnStrategy(SingleDeviceStrategy):
     pass
 
 
+class OwnDDP(DDPStrategy):
+    pass
+
+
 class OwnPrecision(Precision):
     def backward(self, *args, **kwargs):
         super().backward(*args, **kwargs)
@@ -54,6 +59,10 @@ def own_strategy(trainer):
 def patched_strategy(trainer):
     backward = trainer.strategy.backward
     trainer.strategy.backward = lambda *args: backward(*args)
+
+
+def unreduced(trainer):
+    trainer.strategy.block_backward_sync = nullcontext
 
 
 def own_precision(trainer):
@@ -88,6 +97,8 @@ CASES = [
     ("dataloader-iter", "training_step takes", Iterates, nothing, {}),
     ("strategy", "strategy OwnStrategy", Net, own_strategy, {}),
     ("strategy", "SingleDeviceStrategy.backward is replaced", Net, patched_strategy, {}),
+    ("strategy", "strategy OwnDDP", Net, nothing, {"strategy": OwnDDP()}),
+    ("strategy", "DDPStrategy.block_backward_sync is replaced", Net, unreduced, {"strategy": "ddp"}),
     ("precision", "OwnPrecision.backward", Net, own_precision, {}),
     ("loss-scaler", "the GradScaler is disabled", Net, disabled_scaler, {}),
     ("module-hook", "OwnStep.optimizer_step", OwnStep, nothing, {}),
@@ -95,6 +106,13 @@ CASES = [
     ("optimization-loop", "automatic_optimization was replaced", Net, patched_optimization, {}),
     ("skip-backward", "skips the backward pass", Net, nothing, {"callbacks": [SkipsBackward()]}),
 ]
+
+
+@pytest.fixture
+def no_processes_left():
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture
@@ -116,6 +134,7 @@ def said(monkeypatch):
 @pytest.mark.parametrize(
     ("code", "text", "module", "prepare", "options"), CASES, ids=[f"{case[0]}-{case[3].__name__}" for case in CASES]
 )
+@pytest.mark.usefixtures("no_processes_left")
 def test_a_fallback_is_named_once_and_kept(tmp_path, said, code, text, module, prepare, options):
     trainer = Trainer(**{**QUIET, "default_root_dir": tmp_path, "logger": False, **options})
     prepare(trainer)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -123,6 +125,26 @@ class ByHand(Base):
         return loss
 
 
+class Scheduled(Unused):
+    """Has unused parameters and a schedule by steps; its 7 batches make windows of 3 and one of 1."""
+
+    samples = 54
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        schedulers = [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"},
+            {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": "loss_epoch"},
+        ]
+        return [optimizer], schedulers
+
+
+class OneReturnsNone(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return None if batch_idx == 1 else loss
+
+
 class Closure(Base):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
@@ -183,6 +205,13 @@ def fit_and_resume(trainer: Any, model: Any) -> None:
     trainer.fit(model, ckpt_path=best)
 
 
+def fit_and_count(trainer: Any, model: Any) -> Any:
+    trainer.fit(model)
+    return sorted(
+        (name, len(times)) for name, times in trainer.profiler.recorded_durations.items() if "[Strategy]" in name
+    )
+
+
 COMPARED: dict[str, dict[str, Any]] = {
     "ways": {"module": Ways, "callbacks": lambda: [OneReads()], "limit_train_batches": 2, "limit_val_batches": 1},
     "seen": {"module": Ways, "spy": True, "max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1},
@@ -192,6 +221,21 @@ COMPARED: dict[str, dict[str, Any]] = {
     "unused": {"module": Unused, "strategy": "ddp_find_unused_parameters_true", "gradient_clip_val": 0.1},
     "by_hand": {"module": ByHand, "spy": True},
     "closure": {"module": Closure},
+    "scheduled": {
+        "module": Scheduled,
+        "strategy": lambda: DDPStrategy(find_unused_parameters=True, gradient_as_bucket_view=True),
+        "accumulate_grad_batches": 3,
+        "lightning_quirks": True,
+        "gradient_clip_val": 0.1,
+        "val_check_interval": 3,
+        "do": fit_and_resume,
+        "enable_checkpointing": True,
+        "callbacks": lambda: [ModelCheckpoint(monitor="loss_step", save_top_k=-1, every_n_train_steps=1)],
+    },
+    "static": {"module": Base, "strategy": lambda: DDPStrategy(static_graph=True)},
+    "profiled": {"module": Base, "do": fit_and_count, "profiler": "simple", "max_epochs": 1},
+    "told": {"module": Base, "callbacks": lambda: [Told()], "error": "SIGTERMException"},
+    "none": {"module": OneReturnsNone, "error": "Skipping the `training_step` by returning None"},
     "uneven": {"module": Uneven, "use_distributed_sampler": False, "spy": True},
     "resumed": {
         "module": Base,
@@ -205,12 +249,19 @@ COMPARED: dict[str, dict[str, Any]] = {
 def compare(folder: Path, options: dict[str, Any]) -> list[str]:
     """Return where the Trainers differ in what they leave in this process."""
     options = dict(options)
-    quirks = options.pop("lightning_quirks", False)
-    outcomes = [
-        train(make, folder, **options)
-        for make in (pl.Trainer, lambda **kwargs: zdtrain.Trainer(lightning_quirks=quirks, **kwargs))
-    ]
-    return [*differences(*outcomes), *(outcome.error for outcome in outcomes if outcome.error)]
+    quirks, expected = options.pop("lightning_quirks", False), options.pop("error", None)
+    fallbacks: list[str] = []
+
+    def make_ours(**kwargs: Any) -> zdtrain.Trainer:
+        trainer = zdtrain.Trainer(lightning_quirks=quirks, **kwargs)
+        trainer.fit_loop.epoch_loop.fallbacks = fallbacks
+        return trainer
+
+    outcomes = [train(make, folder, **options) for make in (pl.Trainer, make_ours)]
+    errors = [outcome.error or "" for outcome in outcomes]
+    unexpected = [error for error in errors if error if expected is None or expected not in error]
+    missing = [f"no error {expected!r}" for error in errors if expected and not error]
+    return [*differences(*outcomes), *unexpected, *missing, *map(str, fallbacks)]
 
 
 def train(make: Callable[..., pl.Trainer], folder: Path, module: Any, do: Any = fit, **options: Any) -> Outcome:
@@ -227,9 +278,57 @@ def train(make: Callable[..., pl.Trainer], folder: Path, module: Any, do: Any = 
         finally:
             dist.barrier()  # what is in the folder is looked at next, by both
 
-    outcome, _ = run(make, place, module, do=do_and_wait, **{**DDP, **options})
+    options = {**DDP, **options}
+    if callable(options["strategy"]):
+        options["strategy"] = options["strategy"]()
+    outcome, _ = run(make, place, module, do=do_and_wait, **options)
     dist.barrier()
     return outcome
+
+
+class Told(Callback):
+    """Rank zero is told to end before the first batch of an epoch."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1 and trainer.is_global_zero:
+            trainer._signal_connector.received_sigterm = True
+
+
+class Averages(Callback):
+    """Averages the weights of a run with stock Lightning."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.weights = {name: weight.detach().clone() for name, weight in module.named_parameters()}
+
+    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if trainer.global_step:
+            self._take(module)
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        self._take(module)
+        trainer.averaged = self.weights
+
+    def _take(self, module: Any) -> None:
+        for name, weight in module.named_parameters():
+            self.weights[name].lerp_(weight.detach(), torch.tensor(1 - 0.9))
+
+
+def averaged(folder: Path) -> list[str]:
+    """Return where averaged weights differ from those of stock Lightning's weights."""
+    found: list[dict[str, Tensor]] = []
+
+    def fit_and_keep(trainer: Any, model: Any) -> None:
+        trainer.fit(model)
+        if isinstance(trainer, zdtrain.Trainer):
+            state = trainer.ema.state_dict()
+            found.append({name: state[name] for name, _ in model.named_parameters()})
+        else:
+            found.append(trainer.averaged)
+
+    options = {"do": fit_and_keep, "accumulate_grad_batches": 2, "val_check_interval": 1}
+    stock = train(pl.Trainer, folder, Base, callbacks=lambda: [Averages()], **options)
+    ours = train(partial(zdtrain.Trainer, ema_decay=0.9, lightning_quirks=True), folder, Base, **options)
+    return [*differences(*found), *(outcome.error for outcome in (stock, ours) if outcome.error)]
 
 
 class Many(Base):
@@ -358,6 +457,7 @@ def check(rank: int, port: int, folder: Path) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=PROCESSES, timeout=timedelta(seconds=30))
     _GROUPS.update(other=dist.new_group([0, 1]), own0=dist.new_group([0]), own1=dist.new_group([1]))
     found: dict[str, Any] = {name: compare(folder, options) for name, options in COMPARED.items()}
+    found["averaged"] = averaged(folder)
     found["calls"] = collectives_and_reads(folder)
     in_order = train(zdtrain.Trainer, folder, OtherOrder)
     found["other order"] = {name: value.item() for name, value in in_order.metrics["callback_metrics"]}

@@ -368,12 +368,12 @@ def test_detect_anomaly(tmp_path):
     assert_parity(tmp_path, Net, detect_anomaly=True)
 
 
-def test_a_distributed_strategy_runs_on_lightnings_own_loop(tmp_path):
+def test_ddp_in_one_process(tmp_path):
     def fit_and_leave(trainer, module):
         trainer.fit(module)
         torch.distributed.destroy_process_group()
 
-    assert_parity(tmp_path, Net, do=fit_and_leave, strategy="ddp", fallbacks=("strategy",), spy=True)
+    assert_parity(tmp_path, Net, do=fit_and_leave, strategy="ddp", spy=True)
 
 
 def test_compiled_parts_train_alike(tmp_path):

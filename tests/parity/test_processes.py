@@ -24,7 +24,7 @@ def found(tmp_path_factory):
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", [*COMPARED, "averaged"])
 def test_all_that_is_left_equals_stock(found, name):
     assert [of_process[name] for of_process in found] == [[]] * PROCESSES
 

@@ -111,6 +111,8 @@ class EpochLoop(_TrainingEpochLoop):
             return
         if self.val_loop.restarting:
             self.val_loop.restarting = False
+        if plan.sigterm is not None:
+            plan.sigterm.look()
         progress = self.batch_progress
         batch_idx = progress.current.ready
         starts_step = batch_idx % self.trainer.accumulate_grad_batches == 0

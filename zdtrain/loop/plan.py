@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 from zdtrain.capture.captured import CapturedStep
 from zdtrain.capture.evaluation import CapturedEvaluation
@@ -17,6 +17,7 @@ from zdtrain.errors import FallbackReason
 from zdtrain.loop.ahead import copy_ahead, reasons_against
 from zdtrain.loop.feed import Feed, ProfiledFeed
 from zdtrain.loop.several import StepsAhead, reasons_against_several
+from zdtrain.loop.sigterm import SharedSigterm
 from zdtrain.step.eager import EagerStep
 from zdtrain.step.evaluation import EvaluationStep
 from zdtrain.step.hooks import Hooks, overrides
@@ -24,6 +25,7 @@ from zdtrain.step.manual import ManualStep
 from zdtrain.step.optimization import WindowedOptimization
 from zdtrain.step.profiled import Parts, ProfiledHooks, ProfiledStep, is_profiled
 from zdtrain.step.scaling import scaler_reason
+from zdtrain.step.wrapped import ProfiledWrappedStep, WrappedStep
 
 # Methods that the short path does not call: whoever replaces one of them gets stock Lightning's loop.
 _EVALUATION = ("validation_step", "test_step", "batch_to_device")
@@ -37,6 +39,7 @@ _STRATEGY = (
     "on_train_batch_start",
     "batch_to_device",
 )
+_WRAPPING = (*_STRATEGY, "block_backward_sync", "reduce")
 _PRECISION = (
     "backward",
     "pre_backward",
@@ -53,6 +56,7 @@ _AS_IMPORTED: dict[type, dict[str, Any]] = {
     for base, names in (
         (Strategy, (*_STRATEGY, *_EVALUATION)),
         (SingleDeviceStrategy, (*_STRATEGY, *_EVALUATION)),
+        (DDPStrategy, _WRAPPING),
         (Precision, _PRECISION),
         (MixedPrecision, _PRECISION),
         (LightningModule, _MODULE),
@@ -79,9 +83,9 @@ class StepPlan:
                 say(reason)
             copies = None if reasons else copy_ahead(trainer, say)
         self.feed = (ProfiledFeed if profiled else Feed)(trainer, fetcher, copies)
-        if profiled and loop.captures is not None:
-            say(_profiler_reason(trainer))
-        self.step = _step_of(trainer, self.hooks, None if profiled else loop.captures)
+        self.step = _step_of(trainer, self.hooks, _captures(trainer, say))
+        several = trainer.world_size > 1
+        self.sigterm = SharedSigterm(trainer, trainer.drain) if several else None  # type: ignore[attr-defined]
         configs = trainer.lr_scheduler_configs
         self.step_schedulers = any(c.interval == "step" and not c.reduce_on_plateau for c in configs)
         self.step_plateaus = any(c.interval == "step" and c.reduce_on_plateau for c in configs)
@@ -110,7 +114,24 @@ def _step_of(trainer: Trainer, hooks: Hooks, captures: CaptureSession | None) ->
         return (CapturedManualStep if by_hand else CapturedStep)(trainer, hooks, captures)
     if by_hand:
         return ManualStep(trainer, hooks)
-    return ProfiledStep(trainer, hooks) if isinstance(hooks, ProfiledHooks) else EagerStep(trainer, hooks)
+    wraps = isinstance(trainer.strategy, DDPStrategy)
+    if isinstance(hooks, ProfiledHooks):
+        return (ProfiledWrappedStep if wraps else ProfiledStep)(trainer, hooks)
+    return (WrappedStep if wraps else EagerStep)(trainer, hooks)
+
+
+def _captures(trainer: Any, say: Callable[[FallbackReason], None]) -> CaptureSession | None:
+    """Return what captures this epoch's steps, if anything; say why not, where it was asked for."""
+    captures: CaptureSession | None = trainer.fit_loop.epoch_loop.captures
+    if isinstance(trainer.strategy, DDPStrategy):
+        if trainer.options.capture_in_effect(device_graphs=trainer.drain.runtime.has_graphs) != "off":
+            what = "reduces gradients between processes, which a captured step can't do; steps run eagerly"
+            say(FallbackReason(code="strategy", message=f"{type(trainer.strategy).__name__} {what}"))
+        return None
+    if captures is not None and is_profiled(trainer):
+        say(_profiler_reason(trainer))
+        return None
+    return captures
 
 
 def _profiled(run: Callable[..., Any], profile: Callable[[str], Any], name: str) -> Callable[..., Any]:
@@ -158,7 +179,8 @@ def reasons_for_stock(trainer: Trainer, fetcher: _DataFetcher) -> Iterator[Fallb
     """Yield what keeps this epoch's steps on stock Lightning's own loop."""
     module, strategy, precision = trainer.lightning_module, trainer.strategy, trainer.precision_plugin
     optimization = trainer.fit_loop.epoch_loop.automatic_optimization
-    yield from _common_reasons(trainer, fetcher, "training_step", _STRATEGY)
+    yield from _reasons_of_fetcher(fetcher, "training_step")
+    yield from _reasons_of_strategy(trainer)
     loop = trainer.fit_loop.epoch_loop
     if not module.automatic_optimization and (not strategy._optimizers or loop.guard is not None):
         why = "and has no optimizer" if not strategy._optimizers else "where no update can be held back or averaged"
@@ -187,19 +209,33 @@ def reasons_for_stock(trainer: Trainer, fetcher: _DataFetcher) -> Iterator[Fallb
 def reasons_for_stock_evaluation(trainer: Trainer, loop: Any) -> Iterator[FallbackReason]:
     """Yield what keeps the steps of `loop`, an evaluation loop, on stock Lightning's own."""
     module = trainer.lightning_module
-    yield from _common_reasons(trainer, loop._data_fetcher, _step_name(trainer), _EVALUATION)
+    yield from _reasons_of_fetcher(loop._data_fetcher, _step_name(trainer))
+    yield from _reasons_on_one_device(trainer, _EVALUATION)
     if trainer.strategy.model is not module:
         yield FallbackReason(code="strategy", message="the strategy wraps the module and drives its step itself")
     if replaced := replaced_method(module, LightningModule, _TRANSFER):
         yield FallbackReason(code="module-hook", message=f"{type(module).__name__}.{replaced} is overridden")
 
 
-def _common_reasons(
-    trainer: Trainer, fetcher: _DataFetcher, step: str, bypassed: Sequence[str]
-) -> Iterator[FallbackReason]:
-    strategy = trainer.strategy
+def _reasons_of_fetcher(fetcher: _DataFetcher, step: str) -> Iterator[FallbackReason]:
     if isinstance(fetcher, _DataLoaderIterDataFetcher):
         yield FallbackReason(code="dataloader-iter", message=f"{step} takes the data loader's iterator")
+
+
+def _reasons_of_strategy(trainer: Any) -> Iterator[FallbackReason]:
+    strategy = trainer.strategy
+    if type(strategy) is not DDPStrategy:
+        yield from _reasons_on_one_device(trainer, _STRATEGY)
+    elif replaced := replaced_method(strategy, DDPStrategy, _WRAPPING):
+        yield FallbackReason(code="strategy", message=f"{type(strategy).__name__}.{replaced} is replaced")
+    elif strategy._model_averager is not None:
+        yield FallbackReason(code="strategy", message="DDPStrategy averages weights over processes in its own way")
+    elif trainer.monitors or trainer.statistics:
+        yield FallbackReason(code="strategy", message="DDPStrategy trains in processes that may see different values")
+
+
+def _reasons_on_one_device(trainer: Trainer, bypassed: Sequence[str]) -> Iterator[FallbackReason]:
+    strategy = trainer.strategy
     if type(strategy) is not SingleDeviceStrategy or trainer.world_size > 1:
         yield FallbackReason(
             code="strategy", message=f"strategy {type(strategy).__name__} runs the step in its own way"
