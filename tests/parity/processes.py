@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zdtrain
+from tests.monitor import processes as watched
 from tests.parity.harness import Net, Outcome, differences, fit, loader, run
 
 PROCESSES = 2
@@ -458,6 +459,7 @@ def check(rank: int, port: int, folder: Path) -> None:
     _GROUPS.update(other=dist.new_group([0, 1]), own0=dist.new_group([0]), own1=dist.new_group([1]))
     found: dict[str, Any] = {name: compare(folder, options) for name, options in COMPARED.items()}
     found["averaged"] = averaged(folder)
+    found["watched"] = watched.check(folder)
     found["calls"] = collectives_and_reads(folder)
     in_order = train(zdtrain.Trainer, folder, OtherOrder)
     found["other order"] = {name: value.item() for name, value in in_order.metrics["callback_metrics"]}

@@ -7,6 +7,7 @@ import socket
 import pytest
 import torch
 
+from tests.monitor.processes import CHECKS
 from tests.parity.processes import COMPARED, PROCESSES, check
 
 
@@ -27,6 +28,11 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("name", [*COMPARED, "averaged"])
 def test_all_that_is_left_equals_stock(found, name):
     assert [of_process[name] for of_process in found] == [[]] * PROCESSES
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_what_one_process_sees_both_act_on_in_the_same_step(found, name):
+    assert [of_process["watched"][name] for of_process in found] == [[]] * PROCESSES
 
 
 def test_values_that_go_the_same_way_share_an_all_reduce_and_nothing_is_read(found):

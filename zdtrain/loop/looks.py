@@ -68,11 +68,13 @@ class Logged:
 
 
 def may_save_now(callback: Any, trainer: Trainer) -> bool:
-    """Return False where `callback` certainly saves no checkpoint after this batch."""
+    """Return False where `callback` certainly saves no checkpoint after this batch, in any process."""
     if not isinstance(callback, ModelCheckpoint):
         return True
     every = callback._every_n_train_steps
     interval, checked = callback._train_time_interval, callback._last_time_checked
+    if interval is not None and trainer.world_size > 1:
+        return True  # the clocks of the processes differ
     if interval is not None and checked is not None and time.monotonic() - checked >= interval.total_seconds():
         return True
     return every >= 1 and trainer.global_step % every == 0

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zdtrain.consumers.steps import CHUNK_ROWS, StepConsumer, StepStream
 from zdtrain.drain import Drain, Value
+from zdtrain.errors import FallbackReason
 from zdtrain.loop.calls import LoggerCalls
 from zdtrain.loop.history import History
 from zdtrain.loop.looks import Logged, may_save_now
@@ -85,7 +86,12 @@ class Monitoring:
             average=average,
             norm=anything or "grad_norm" in wanted,
             visible=drain.runtime.is_immediate and trainer.capture_in_effect == "off",  # type: ignore[attr-defined]
+            several=trainer.world_size > 1,
         )
+        # Processes hear of the same row at different times, and yet have to do the same in the same step. Where a step
+        # that acts is not heard of in itself, each takes in what it has heard only `max_lag_steps` behind.
+        self._hears_together = trainer.world_size > 1 and not drain.runtime.is_immediate
+        self._certain = -1  # the newest step that every process has heard of
         self.rows: StepRows | None = None
         self.listener: RowListener | None = None
         if monitors:
@@ -117,6 +123,10 @@ class Monitoring:
         self._has_started = False
         self._in_doubt = False  # a step has run whose row is not on its way yet
         keeps = any(isinstance(monitor, NonFinite) and monitor.find_module for monitor in monitors)
+        if keeps and trainer.world_size > 1:  # a SyncBatchNorm, for one, would wait for processes that do not come
+            what = "find_module=True has no effect in several processes: none can run a step again by itself"
+            loop.say(FallbackReason(code="find-module", message=what))
+            keeps = False
         self._suspects = Suspects(trainer) if keeps else None
         self._minimum: tuple[Any, Any] | None = None
         self._signature = [f"{type(m).__name__} {m.metrics or ''} {m.action}" for m in monitors]
@@ -206,6 +216,7 @@ class Monitoring:
         while listener.heard < oldest and listener.stop is None:
             if not self._drain.wait_for_oldest():
                 self._flush()
+        self._certain = oldest
 
     def _flush(self) -> None:
         if self.rows is not None:
@@ -234,16 +245,17 @@ class Monitoring:
             return False
         if self._calls is not None:
             self._calls.release()
+        heard = listener.heard if flush or not self._hears_together else min(listener.heard, self._certain)
         if listener.skipped:
-            for step in listener.take_skipped():
+            for step in listener.take_skipped(heard):
                 self.num_skipped += 1
                 self._last_skipped = step
                 history.forget(step)
-        if listener.stop is not None:
+        if listener.stop is not None and listener.stop.step <= heard:
             self._go_back(listener.stop.step)
             self._look_for_the_cause(listener.stop)
         else:
-            history.trim(listener.heard)
+            history.trim(heard)
         return self.has_stopped
 
     def settle_now(self) -> None:
@@ -382,7 +394,8 @@ class Monitoring:
                 first_nonfinite=event.first_nonfinite,
             )
         if callable(monitor.then):
-            monitor.then(event)
+            if self._trainer.is_global_zero:
+                monitor.then(event)
         elif event.action == "warn":
             rank_zero_warn(f"{event}", category=MonitorWarning)
         elif event.action == "stop":

@@ -230,8 +230,8 @@ def _reasons_of_strategy(trainer: Any) -> Iterator[FallbackReason]:
         yield FallbackReason(code="strategy", message=f"{type(strategy).__name__}.{replaced} is replaced")
     elif strategy._model_averager is not None:
         yield FallbackReason(code="strategy", message="DDPStrategy averages weights over processes in its own way")
-    elif trainer.monitors or trainer.statistics:
-        yield FallbackReason(code="strategy", message="DDPStrategy trains in processes that may see different values")
+    elif trainer.fit_loop.epoch_loop.guard is not None and not trainer.lightning_module.automatic_optimization:
+        yield FallbackReason(code="strategy", message="DDPStrategy trains a module that optimizes by hand")
 
 
 def _reasons_on_one_device(trainer: Trainer, bypassed: Sequence[str]) -> Iterator[FallbackReason]:

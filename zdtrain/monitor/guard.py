@@ -16,6 +16,7 @@ from zdtrain.monitor.conditions import NonFinite
 from zdtrain.monitor.gate import DeviceGates, Timing
 from zdtrain.monitor.masking import Copies, Mask, mask_for
 from zdtrain.monitor.panels import Conditions
+from zdtrain.monitor.shared import SharedVerdicts
 from zdtrain.monitor.statistics import Statistics
 from zdtrain.monitor.values import Known, StepValues
 from zdtrain.optim.clipping import EPS, GradientNorm
@@ -57,6 +58,7 @@ class StepGuard:
         norm: Measure the gradient norm.
         visible: The host may look at tensors for nothing, and nothing of a step is recorded to be run again: where it
             sees that a step gives no reason to act, the step is spared the operations that would say so.
+        several: Other processes train on other batches, with the same monitors: what one acts on, all act on.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class StepGuard:
         average: WeightAverage | None,
         norm: bool,
         visible: bool = False,
+        several: bool = False,
     ) -> None:
+        visible = visible and not several  # a process that sees no reason to act has to hear of the others'
         self._statistics = list(statistics)
         self.average = average
         self.verdicts = sorted(_verdicts(monitors), key=lambda verdict: _ORDER.index(verdict.action))
@@ -96,6 +100,7 @@ class StepGuard:
         )
         self.conditions.bind(self.values, self.acted)
         self.gates = DeviceGates([verdict.timing for verdict in self.verdicts], device)
+        self._shared = SharedVerdicts(len(self.verdicts), device) if several and self.verdicts else None
         self._seen = torch.zeros_like(self.acted)  # what held for an earlier batch of the window
         self.is_quiet = False  # whether the host knows that this step's update is as it would be without monitors
         self._is_at_rest = not self.verdicts  # whether the host knows that no earlier step or batch matters to verdicts
@@ -186,6 +191,8 @@ class StepGuard:
         if accumulates:
             self.acted.logical_or_(self._seen)
             self._seen.zero_()
+        if self._shared is not None:
+            self._shared.share(self.acted)
         self.gates.decide(self.acted)
         if self.holds:
             if self._num_stop:

@@ -107,10 +107,11 @@ class RowListener:
         """Return whether a monitor acted in this step, where looking costs nothing; elsewhere the row says it."""
         return self._acted_here is not None and 1 in self._acted_here.tobytes()
 
-    def take_skipped(self) -> list[int]:
-        """Return the steps that were skipped since the last call."""
-        skipped, self.skipped = self.skipped, []
-        return skipped
+    def take_skipped(self, last: int) -> list[int]:
+        """Return the steps up to `last` that were skipped since the last call."""
+        taken = [step for step in self.skipped if step <= last]
+        self.skipped = self.skipped[len(taken) :]
+        return taken
 
     def hear(self, stamps: Sequence[Stamp], layout: RowLayout, rows: Sequence[Sequence[Value]]) -> int:
         """Take in rows that have arrived; return how many of them lie before a stop, for others to see."""
