@@ -13,9 +13,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from zdtrain.step.hooks import Hooks, overrides
+from zdtrain.step.hooks import Hooks, is_hooked, overrides
 from zdtrain.step.log import StepLog, can_replace_log
 from zdtrain.step.optimization import WindowedOptimization, require_one_element
 from zdtrain.step.scaling import LossScaling
@@ -261,8 +260,7 @@ def unobserved_step(optimizer: Optimizer) -> Callable[..., Any] | None:
     step = type(optimizer).step
     if getattr(step, "__code__", None) is not _WRAPPER or "step" in optimizer.__dict__:
         return None
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or _profiler_enabled():
+    if is_hooked(optimizer) or _profiler_enabled():
         return None
     return step.__wrapped__  # type: ignore[attr-defined, no-any-return]
 

@@ -125,6 +125,14 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     patched = "step" in optimizer.__dict__ and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
     code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
     patched = patched or code is None or frame_kind(code.co_filename) != "library"
-    hooks: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    everywhere = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
-    return patched or any(hooks) or any(everywhere)
+    return patched or is_hooked(optimizer)
+
+
+def is_hooked(optimizer: Optimizer) -> bool:
+    """Return whether hooks are registered on the steps of the optimizer, or of all."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    )
