@@ -239,12 +239,11 @@ def test_an_optimizer_that_counts_on_the_host_is_refused_with_a_remedy():
 
 
 def test_steps_on_lightning_s_own_loop_cannot_be_watched_and_say_so():
-    class ByHand(Net):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
+    class Drives(Net):
+        def optimizer_step(self, *args, **kwargs):
+            super().optimizer_step(*args, **kwargs)
 
     for option, value in (("nonfinite", "skip"), ("monitors", [NonFinite(then="warn")]), ("ema_decay", 0.9)):
         message = rf"^trainer\.{option}=.*{value if isinstance(value, str | float) else 'NonFinite'}.* needs steps on "
-        with pytest.raises(ConfigError, match=rf"{message}zdtrain's own loop, but the module optimizes by hand .*; "):
-            run(ByHand(), loader(5), **{option: value})
+        with pytest.raises(ConfigError, match=rf"{message}zdtrain's own loop, but Drives\.optimizer_step is .*; "):
+            run(Drives(), loader(5), **{option: value})

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
+from operator import is_
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -25,8 +26,8 @@ class Schedule:
 
     schedulers: list[dict[str, Any]]
     """State of the schedulers."""
-    options: Options
-    """Options of the optimizer's parameter groups."""
+    options: list[Options]
+    """Options of the parameter groups of each optimizer."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,7 +63,8 @@ class History:
         loop = self._loop = trainer.fit_loop.epoch_loop
         optimizer = loop.automatic_optimization.optim_progress.optimizer
         batches, schedulers = loop.batch_progress, loop.scheduler_progress
-        trackers = (batches, optimizer.step, optimizer.zero_grad, schedulers)
+        by_hand = loop.manual_optimization.optim_step_progress
+        trackers = (batches, optimizer.step, optimizer.zero_grad, by_hand, schedulers)
         self._trackers = [counter for tracker in trackers for counter in (tracker.current, tracker.total)]
         self._fields = [vars(counter) for counter in self._trackers]
         self._updates = vars(schedulers.total)
@@ -70,11 +72,12 @@ class History:
         self._num_results = -1
         configs = trainer.lr_scheduler_configs
         self._schedulers = [config.scheduler for config in configs]
-        following = [config for config in configs if config.interval == "step" and not config.reduce_on_plateau]
+        automatic = trainer.lightning_module.automatic_optimization  # else the module steps them itself
+        following = [c for c in configs if automatic and c.interval == "step" and not c.reduce_on_plateau]
         self._hears_at_once = at_once
         self._marks: deque[Mark] = deque()  # of steps that may have to be taken back
         self._heard = -1  # marks up to here are forgotten
-        self._read: Options | None = None  # the options when they were read last
+        self._read: list[Options] = []  # the options when they were read last, by optimizer
         self._fixed: Schedule | None = None  # made last; the next one where nothing moves
         self._left: Options | None = None  # when the schedule moved last, and how often it had
         self._left_scheduled = 0
@@ -128,8 +131,11 @@ class History:
         self._marks.append(mark)
 
     def _schedule(self) -> Schedule:
-        options = options_of(self._optimizer, self._read, with_copies=self.rates is None)
-        if self._schedulers or options is not self._read or self._fixed is None:
+        optimizers, with_copies = self._trainer.optimizers, self.rates is None
+        known = zip_longest(optimizers, self._read[: len(optimizers)])
+        options = [options_of(optimizer, read, with_copies=with_copies) for optimizer, read in known]
+        is_same = len(options) == len(self._read) and all(map(is_, options, self._read))
+        if self._schedulers or not is_same or self._fixed is None:
             self._read = options
             states = [scheduler.state_dict() for scheduler in self._schedulers]
             self._fixed = Schedule(schedulers=states, options=options)
@@ -137,7 +143,7 @@ class History:
 
     def _leave(self) -> None:
         schedule = self._schedules[self._scheduled] = self._schedule()
-        self._left, self._left_scheduled = schedule.options, self._scheduled
+        self._left, self._left_scheduled = schedule.options[0], self._scheduled
 
     @property
     def is_as_left(self) -> bool:
@@ -182,7 +188,8 @@ class History:
         schedule = mark.schedule or self._schedules[mark.scheduled]
         for scheduler, state in zip(self._schedulers, schedule.schedulers, strict=True):
             scheduler.load_state_dict(state)
-        schedule.options.put_back(self._optimizer)
+        for optimizer, options in zip(self._trainer.optimizers, schedule.options, strict=True):
+            options.put_back(optimizer)
         if self.rates is not None:
             self.rates.show(mark.rates)
 
@@ -227,5 +234,5 @@ class History:
             if any(own.get(name) != before.get(name) for name in STEPS):  # somebody stepped it
                 state = {**own, **{name: own[name] - before[name] + state[name] for name in STEPS if name in own}}
             scheduler.load_state_dict(state)
-        self._left = then.options.put_back_numbers(self._optimizer, self._left)
+        self._left = then.options[0].put_back_numbers(self._optimizer, self._left)
         self._left_scheduled -= updates

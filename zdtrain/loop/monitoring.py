@@ -18,6 +18,7 @@ from zdtrain.loop.rows import StepRows
 from zdtrain.loop.suspects import Suspects
 from zdtrain.monitor.average import WeightAverage
 from zdtrain.monitor.base import Monitor
+from zdtrain.monitor.by_hand import refuse_by_hand
 from zdtrain.monitor.conditions import NonFinite
 from zdtrain.monitor.events import MonitorEvent, MonitorWarning, nearest
 from zdtrain.monitor.guard import StepGuard
@@ -64,6 +65,9 @@ class Monitoring:
         loop = self._loop = trainer.fit_loop.epoch_loop
         results: StepResults = loop._results  # type: ignore[assignment]
         device = trainer.strategy.root_device
+        by_hand = not trainer.lightning_module.automatic_optimization
+        if by_hand:
+            refuse_by_hand(monitors)
         acting = [monitor for monitor in monitors if monitor.acts_in_step]
         anything = any(monitor.metrics is None for monitor in monitors)
         wanted = {name for monitor in monitors for name in monitor.metrics or ()} | {s.metric for s in statistics}
@@ -85,7 +89,7 @@ class Monitoring:
             statistics=statistics,
             average=average,
             norm=anything or "grad_norm" in wanted,
-            visible=drain.runtime.is_immediate and trainer.capture_in_effect == "off",  # type: ignore[attr-defined]
+            visible=drain.runtime.is_immediate and (by_hand or trainer.capture_in_effect == "off"),  # type: ignore[attr-defined]
             several=trainer.world_size > 1,
         )
         # Processes hear of the same row at different times, and yet have to do the same in the same step. Where a step

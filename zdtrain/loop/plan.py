@@ -86,7 +86,8 @@ class StepPlan:
         self.step = _step_of(trainer, self.hooks, _captures(trainer, say))
         several = trainer.world_size > 1
         self.sigterm = SharedSigterm(trainer, trainer.drain) if several else None  # type: ignore[attr-defined]
-        configs = trainer.lr_scheduler_configs
+        automatic = trainer.lightning_module.automatic_optimization
+        configs = trainer.lr_scheduler_configs if automatic else []  # else the module steps them itself
         self.step_schedulers = any(c.interval == "step" and not c.reduce_on_plateau for c in configs)
         self.step_plateaus = any(c.interval == "step" and c.reduce_on_plateau for c in configs)
         self.epoch_schedulers = any(c.interval == "epoch" and not c.reduce_on_plateau for c in configs)
@@ -130,6 +131,10 @@ def _captures(trainer: Any, say: Callable[[FallbackReason], None]) -> CaptureSes
         return None
     if captures is not None and is_profiled(trainer):
         say(_profiler_reason(trainer))
+        return None
+    by_hand = not trainer.lightning_module.automatic_optimization
+    if captures is not None and by_hand and trainer.fit_loop.epoch_loop.guard is not None:
+        say(_by_hand_reason())
         return None
     return captures
 
@@ -181,12 +186,10 @@ def reasons_for_stock(trainer: Trainer, fetcher: _DataFetcher) -> Iterator[Fallb
     optimization = trainer.fit_loop.epoch_loop.automatic_optimization
     yield from _reasons_of_fetcher(fetcher, "training_step")
     yield from _reasons_of_strategy(trainer)
-    loop = trainer.fit_loop.epoch_loop
-    if not module.automatic_optimization and (not strategy._optimizers or loop.guard is not None):
-        why = "and has no optimizer" if not strategy._optimizers else "where no update can be held back or averaged"
+    if not module.automatic_optimization and not strategy._optimizers:
         yield FallbackReason(
             code="manual-optimization",
-            message=f"the module optimizes by hand (automatic_optimization=False) {why}",
+            message="the module optimizes by hand (automatic_optimization=False) and has no optimizer",
         )
     if reason := scaler_reason(precision, strategy.root_device):
         yield reason
@@ -248,6 +251,14 @@ def _profiler_reason(trainer: Trainer) -> FallbackReason:
     name = type(trainer.profiler).__name__  # type: ignore[attr-defined]
     message = f"{name} times the parts of a step, and a captured step has none; drop profiler= to capture"
     return FallbackReason(code="profiler", message=message)
+
+
+def _by_hand_reason() -> FallbackReason:
+    message = (
+        "the module optimizes by hand and monitors or averaged weights watch its steps, which then run eagerly; drop "
+        "monitors=, nonfinite= and ema_decay= to capture"
+    )
+    return FallbackReason(code="monitors-by-hand", message=message)
 
 
 def _step_name(trainer: Trainer) -> str:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from zdtrain.errors import ConfigError
 from zdtrain.monitor.average import WeightAverage
 from zdtrain.monitor.base import Monitor
+from zdtrain.monitor.by_hand import BatchMask, UpdatesByHand
 from zdtrain.monitor.conditions import NonFinite
 from zdtrain.monitor.gate import DeviceGates, Timing
 from zdtrain.monitor.masking import Copies, Mask, mask_for
@@ -45,6 +46,8 @@ class StepGuard:
     A step calls, in this order: `prepare`, outside of what is captured; `begin_window` before the first forward pass of
     an accumulation window, `observe` after each but the last, `begin_update` before ``optimizer.step``, `judge` between
     backward and the update, `after_update` behind it, `end_step` when its logged values are folded into the epoch.
+    A batch of a module that optimizes by hand is a step: `prepare_by_hand`, `begin_window`, `begin_update`, then
+    ``training_step``, `judge_by_hand`, `after_update`, `end_step`.
 
     Args:
         monitors: Those that act inside the step.
@@ -120,28 +123,43 @@ class StepGuard:
         self._num_banks = 0
         self._num_prepared = 0
         self._mask: Mask | None = None
-        self._optimizer: Optimizer | None = None
+        self._optimizers: tuple[Optimizer, ...] = ()
+        self._by_hand: UpdatesByHand | None = None
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Do the host's share before a step: get ready to hold back updates of `optimizer`, hand over its lr."""
-        if optimizer is not self._optimizer:
+        if self._optimizers != (optimizer,):
             self.release()
-            self._optimizer = optimizer
+            self._optimizers = (optimizer,)
             self._mask = mask_for(optimizer, self.flag) if self.holds else None
+        self._prepare()
+
+    def prepare_by_hand(self, optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
+        """Do the host's share before a batch that is optimized by hand: get ready to take all of it back."""
+        if self._optimizers != tuple(optimizers):
+            self.release()
+            self._optimizers = tuple(optimizers)
+            self._by_hand = UpdatesByHand(optimizers, measures_norm=self._measures_norm)
+            self._mask = BatchMask(optimizers, schedulers, self._module, self.flag) if self.holds else None
+        self._prepare()
+
+    def _prepare(self) -> None:
         if self.holds and (self._num_prepared < 2 or len(self._banks) != self._num_banks):
             # what a step makes for the first time has a copy before the next one, which may be captured
             self._num_prepared += 1
             self._places = list(changing_places(self._module))
             self._module_state.save_new(held(self._places))  # the others have theirs from before the window
             self._know_totals()
-        self.values.take_lr(optimizer)
+        self.values.take_lr(self._optimizers[0])
         self.is_quiet = False
 
     def release(self) -> None:
-        """Leave the optimizer as it was found."""
-        if self._mask is not None:
-            self._mask.release()
-        self._mask = self._optimizer = None
+        """Leave the optimizers as they were found."""
+        for part in (self._mask, self._by_hand):
+            if part is not None:
+                part.release()
+        self._mask = self._by_hand = None
+        self._optimizers = ()
 
     def begin_window(self) -> None:
         """Keep what the forward passes of the window are going to change."""
@@ -166,11 +184,22 @@ class StepGuard:
         """Keep what the update is going to change."""
         if self._mask is not None:
             self._mask.before()
+        if self._by_hand is not None:
+            self._by_hand.begin()
 
     def judge(self, loss: Tensor | None, *, accumulates: bool) -> None:
         """Evaluate the conditions on the step's values; hold the update back, stop or clip."""
         gradients = self._gradients() if self._measures_norm else []
-        known = self.values.fill(loss, self._norm(gradients) if gradients else None, ends_window=True)
+        self._judge(loss, self._norm(gradients) if gradients else None, gradients, accumulates=accumulates)
+
+    def judge_by_hand(self, loss: Tensor | None) -> None:
+        """Evaluate the conditions on the values of a batch that is optimized by hand: take it back, or stop."""
+        assert self._by_hand is not None
+        norm = self._by_hand.norm() if self._measures_norm else None
+        self._judge(loss, norm, [], accumulates=False)
+
+    def _judge(self, loss: Tensor | None, norm: Tensor | None, gradients: list[Tensor], *, accumulates: bool) -> None:
+        known = self.values.fill(loss, norm, ends_window=True)
         self.is_quiet = self._is_at_rest and not (self.verdicts and self.conditions.may_hold(known))
         if self._mask is not None:
             self._mask.lift(self.is_quiet)
@@ -201,8 +230,8 @@ class StepGuard:
             self.flag.copy_(self.hold)
 
     def _gradients(self) -> list[Tensor]:
-        assert self._optimizer is not None
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        parameters = [parameter for group in groups for parameter in group["params"]]
         return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
 
     def _clip(self, gradients: list[Tensor]) -> None:
@@ -219,7 +248,7 @@ class StepGuard:
         hold = self._held()
         if self._places and hold is not None:
             self._module_state.put_back(held(self._places), hold)
-        if self.average is not None:
+        if self.average is not None and (self._by_hand is None or self._by_hand.has_stepped):
             self.average.update(hold)
 
     def end_step(self) -> None:

@@ -18,7 +18,7 @@ from zdtrain.monitor.events import MonitorEvent, Row, nearest
 from zdtrain.monitor.followers import follower_of
 from zdtrain.monitor.gate import HostGate
 from zdtrain.monitor.guard import Verdict
-from zdtrain.monitor.values import StepValues
+from zdtrain.monitor.values import OWN, StepValues
 
 Tell = Callable[[MonitorEvent, Monitor], None]
 
@@ -91,7 +91,7 @@ class RowListener:
         self.seen: set[str] = set()  # metrics that some row held
         self._rows: dict[int, Sequence[Sequence[Value]]] = {}  # not judged by monitors that inform yet, by first step
         self._to_tell: list[tuple[MonitorEvent, Monitor]] = []
-        self._named: tuple[tuple[RowLayout, bool], dict[str, int]] | None = None
+        self._named: tuple[tuple[RowLayout, list[str]], dict[str, int]] | None = None
         on_host = self._runtime.device.type == "cpu" and self._runtime.is_immediate
         self._acted_here = acted.numpy() if on_host else None
 
@@ -157,7 +157,7 @@ class RowListener:
         for fresh in _kinds(stamps):
             for names in (layout.metrics, layout.names):
                 self.seen.update(compress(names, fresh))
-        self.seen.update(self._extras)
+        self.seen.update(self._values.found)
         if not self._watching:
             return
         self._rows_written.record("train")
@@ -266,7 +266,9 @@ class RowListener:
         said = []
         for monitor in dict.fromkeys(monitors):
             for metric in monitor.metrics or ():
-                if metric not in self.seen:
+                # a module that optimizes by hand may return no loss, and no norm is measured where there is no gradient
+                stands_in = metric in OWN and not self.seen.isdisjoint(monitor.metrics or ())
+                if metric not in self.seen and not stands_in:
                     hint = nearest(metric, sorted(self.seen))
                     if metric in elsewhere:
                         hint = f"it is logged outside, where monitors do not look (EarlyStopping does); {hint}"
@@ -305,12 +307,10 @@ class RowListener:
 
     def _names(self, layout: RowLayout) -> dict[str, int]:
         """Return the column of each value by name; what was logged comes before what is our own."""
-        known = (layout, self._values.has_norm)
+        known = (layout, self._values.found)
         if self._named is None or self._named[0] != known:
             first = len(layout.names) + len(self._verdicts)
-            names = {name: first + index for index, name in enumerate(self._extras)}
-            if not self._values.has_norm:
-                del names["grad_norm"]
+            names = {name: first + index for index, name in enumerate(self._extras) if name in self._values.found}
             names.update((name, column) for column, name in enumerate(layout.names))
             names.update((name, column) for column, name in enumerate(layout.metrics))
             self._named = known, names

@@ -18,6 +18,10 @@ class Copies:
     def __init__(self) -> None:
         self._copies: dict[Hashable, Tensor] = {}
 
+    def __getitem__(self, key: Hashable) -> Tensor:
+        """Return the copy."""
+        return self._copies[key]
+
     def save(self, live: Mapping[Hashable, Tensor]) -> None:
         """Copy every tensor of `live`; what is new, or of another layout, gets a new copy."""
         if not live:
@@ -193,11 +197,7 @@ class KeepAndPutBack:
     """
 
     def __init__(self, optimizer: Optimizer, flag: Tensor) -> None:
-        if isinstance(optimizer, LBFGS):
-            raise ConfigError(
-                "trainer.monitors: LBFGS evaluates the loss several times per step, so a single step can't be held "
-                "back; use then='warn' or a function."
-            )
+        refuse_lbfgs(optimizer)
         self._optimizer = optimizer
         self._flag = flag
         self._fresh = FreshState(optimizer, flag)
@@ -261,16 +261,12 @@ class KeepAndPutBack:
         Raises:
             ConfigError: It does.
         """
-        name = type(self._optimizer).__name__
-        remedy = (
-            f"an update of {name} can't be held back on the device. Use zdtrain.optim.SimpleAdam, a torch optimizer "
-            "with fused=True or capturable=True, or then='warn'."
-        )
         if self._group_numbers() != self._numbers:
-            raise ConfigError(f"trainer.monitors: {name} counts in its parameter groups on the host, so {remedy}")
-        kept = host_state(self._optimizer)
-        if kept is not None:
-            raise ConfigError(f"trainer.monitors: {kept}, so {remedy}")
+            name = type(self._optimizer).__name__
+            raise ConfigError(
+                f"trainer.monitors: {name} counts in its parameter groups on the host, so {_remedy(self._optimizer)}"
+            )
+        refuse_host_state(self._optimizer)
 
     def release(self) -> None:
         """Do nothing."""
@@ -278,6 +274,37 @@ class KeepAndPutBack:
     def tensors(self) -> dict[str, Tensor]:
         """Return the copies."""
         return self._copies.tensors()
+
+
+def refuse_lbfgs(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that evaluates the loss as often as it likes.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise ConfigError(
+            "trainer.monitors: LBFGS evaluates the loss several times per step, so a single step can't be held "
+            "back; use then='warn' or a function."
+        )
+
+
+def refuse_host_state(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose state is on the host.
+
+    Raises:
+        ConfigError: Some of it is.
+    """
+    kept = host_state(optimizer)
+    if kept is not None:
+        raise ConfigError(f"trainer.monitors: {kept}, so {_remedy(optimizer)}")
+
+
+def _remedy(optimizer: Optimizer) -> str:
+    return (
+        f"an update of {type(optimizer).__name__} can't be held back on the device. Use zdtrain.optim.SimpleAdam, a "
+        "torch optimizer with fused=True or capturable=True, or then='warn'."
+    )
 
 
 def host_state(optimizer: Optimizer) -> str | None:

@@ -85,7 +85,7 @@ class StepValues:
         self._fixed = [*self._scalars.values(), *limits]  # what every step takes over
         self._fixed_cells = [*cells[own + 3 : first], *cells[self.first_limit :]]
         self._watches_lr = "lr" in metrics
-        self.has_norm = False
+        self.has_loss = self.has_norm = False
         self._lr_tensor: Tensor | None = None  # the optimizer's own, where it is one
         self._lr_number: Any = None
         self._lr_address, self._lr_seen, self._lr_kept = 0, memoryview(b""), math.nan
@@ -146,6 +146,7 @@ class StepValues:
             else:
                 sources = [norm, *sources]
         if loss is not None:
+            self.has_loss = True
             sources = [loss if loss.dim() == 0 else loss.reshape(()), *sources]
         if sources:
             torch._foreach_copy_(filling.targets, sources)
@@ -212,6 +213,12 @@ class StepValues:
             for place, number in self._filling.seen:
                 numbers[place] = number[()]
         return numbers
+
+    @property
+    def found(self) -> list[str]:
+        """Names of the values in `vector` that some step had."""
+        missing = {"loss": not self.has_loss, "grad_norm": not self.has_norm}
+        return [name for name in self.names if not missing.get(name, False)]
 
     def places(self, known: Known) -> dict[str, int]:
         """Return the cell of each value that there is in such a step: a logged metric comes before what is our own."""

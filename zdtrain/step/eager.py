@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch.optim import Optimizer
 
+from zdtrain.monitor.guard import StepGuard
 from zdtrain.step.hooks import Hooks, is_hooked, overrides
 from zdtrain.step.log import StepLog, can_replace_log
 from zdtrain.step.optimization import WindowedOptimization, require_one_element
@@ -63,7 +64,7 @@ class EagerStep:
         self._ran = False
         self._follow_optimizers()
         if self._guard is not None:
-            self._guard.prepare(self._optimizer)
+            self._prepare_guard(self._guard)
         if self._scaling is not None:
             self._scaling.prepare()
         self._run(accumulate)
@@ -74,6 +75,9 @@ class EagerStep:
                 " internally."
             )
         return self._outputs()
+
+    def _prepare_guard(self, guard: StepGuard) -> None:
+        guard.prepare(self._optimizer)
 
     def _run(self, accumulate: bool) -> None:
         if accumulate:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from zdtrain.consumers.progress import throttled
+from zdtrain.monitor.by_hand import only_looks
 from zdtrain.source.location import frame_kind
 
 STEP_HOOKS = (
@@ -125,7 +126,13 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     patched = "step" in optimizer.__dict__ and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
     code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
     patched = patched or code is None or frame_kind(code.co_filename) != "library"
-    return patched or is_hooked(optimizer)
+    everybody = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
+    return patched or not all(only_looks(hook) for hooks in everybody for hook in hooks.values())
 
 
 def is_hooked(optimizer: Optimizer) -> bool:
