@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
-from operator import is_
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -36,8 +35,8 @@ class Mark:
 
     step: int
     """Number of the step."""
-    counters: list[dict[str, Any]]
-    """Fields of Lightning's progress counters."""
+    counters: list[Any]
+    """Fields of Lightning's progress counters, those of the schedulers last."""
     scheduled: int
     """Updates of the learning rate so far."""
     schedule: Schedule | None
@@ -65,8 +64,9 @@ class History:
         batches, schedulers = loop.batch_progress, loop.scheduler_progress
         by_hand = loop.manual_optimization.optim_step_progress
         trackers = (batches, optimizer.step, optimizer.zero_grad, by_hand, schedulers)
-        self._trackers = [counter for tracker in trackers for counter in (tracker.current, tracker.total)]
-        self._fields = [vars(counter) for counter in self._trackers]
+        counters = [vars(counter) for tracker in trackers for counter in (tracker.current, tracker.total)]
+        self._counters = [(fields, name) for fields in counters for name in fields]
+        self._num_of_schedulers = sum(map(len, counters[-2:]))
         self._updates = vars(schedulers.total)
         self._slots: list[dict[str, Any]] = []  # attributes of each, past nn.Module's machinery; new ones come last
         self._num_results = -1
@@ -119,7 +119,7 @@ class History:
         """Keep the state before the step that follows."""
         mark = Mark(
             step=self._loop._batches_that_stepped,
-            counters=list(map(dict.copy, self._fields)),
+            counters=[fields[name] for fields, name in self._counters],
             scheduled=self._updates["completed"],
             schedule=self._schedule() if self.rates is None else None,
             weights=self._weights(),
@@ -131,14 +131,14 @@ class History:
         self._marks.append(mark)
 
     def _schedule(self) -> Schedule:
-        optimizers, with_copies = self._trainer.optimizers, self.rates is None
-        known = zip_longest(optimizers, self._read[: len(optimizers)])
-        options = [options_of(optimizer, read, with_copies=with_copies) for optimizer, read in known]
-        is_same = len(options) == len(self._read) and all(map(is_, options, self._read))
-        if self._schedulers or not is_same or self._fixed is None:
-            self._read = options
+        optimizers, read, with_copies = self._trainer.strategy._optimizers, self._read, self.rates is None
+        is_same = len(read) == len(optimizers) and all(map(Options.are_those_of, read, optimizers))
+        if self._fixed is None or not is_same:
+            known = zip_longest(optimizers, read[: len(optimizers)])
+            self._read = [options_of(optimizer, options, with_copies=with_copies) for optimizer, options in known]
+        if self._fixed is None or not is_same or self._schedulers:
             states = [scheduler.state_dict() for scheduler in self._schedulers]
-            self._fixed = Schedule(schedulers=states, options=options)
+            self._fixed = Schedule(schedulers=states, options=self._read)
         return self._fixed
 
     def _leave(self) -> None:
@@ -180,8 +180,8 @@ class History:
     def rewind(self, step: int) -> None:
         """Return to the state before `step`."""
         mark = self._marks[self._index(step)]
-        for counter, fields in zip(self._trackers, mark.counters, strict=True):
-            vars(counter).update(fields)
+        for (fields, name), count in zip(self._counters, mark.counters, strict=True):
+            fields[name] = count
         self._loop._batches_that_stepped = mark.step
         self._loop.batch_progress.is_last_batch = False
         self._write_weights(mark.weights)
@@ -207,12 +207,11 @@ class History:
         for other in later:
             other.scheduled -= updates
             other.weights = [weight - part for weight, part in zip_longest(other.weights, share, fillvalue=0)]
-            for fields in other.counters[-2:]:
-                fields.update({name: count - updates for name, count in fields.items()})
+            n = self._num_of_schedulers
+            other.counters[-n:] = [count - updates for count in other.counters[-n:]]
         self._write_weights([weight - part for weight, part in zip_longest(now, share, fillvalue=0)])
-        for counter in self._trackers[-2:]:
-            counter.ready -= updates
-            counter.completed -= updates
+        for fields, name in self._counters[-self._num_of_schedulers :]:
+            fields[name] -= updates
         if updates:
             self._return_schedule(updates)
 
