@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Sync
 from torch import Tensor
 
 _KNOWN = {strategy.reduce for strategy in (DDPStrategy, FSDPStrategy, ModelParallelStrategy)}  # all do the same
-_OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OPERATIONS = {"mean": "SUM", "sum": "SUM", "max": "MAX", "min": "MIN"}  # by name: not every torch has processes
 _HEADER = 2
 _STEP = 64  # sizes are multiples of it: processes that hold different numbers of values still meet
 
@@ -27,7 +27,7 @@ class _Lane(NamedTuple):
     """What the values of one all-reduce share."""
 
     group: Any
-    operation: Any
+    operation: str
     device: torch.device
 
 
@@ -86,8 +86,8 @@ def _all_reduce(lane: _Lane, values: Sequence[Tensor], names: Sequence[Name]) ->
     vector[1].fill_(-held)  # so that maxima and minima tell, too
     vector[_HEADER:used].copy_(_side_by_side(values))
     expected = vector[:_HEADER].clone()
-    dist.all_reduce(vector, op=lane.operation, group=lane.group)
-    if lane.operation == dist.ReduceOp.SUM:
+    dist.all_reduce(vector, op=getattr(dist.ReduceOp, lane.operation), group=lane.group)
+    if lane.operation == "SUM":
         expected.mul_(dist.get_world_size(lane.group))
     torch._assert_async((vector[:_HEADER] == expected).all(), _message(names))
     return vector[_HEADER:used]
