@@ -99,7 +99,7 @@ class StepValues:
         lr = optimizer.param_groups[0]["lr"]
         if isinstance(lr, Tensor):
             if lr is not self._lr_tensor:
-                self._lr_tensor = lr
+                self._lr_tensor, self._lr_address = lr, 0
                 self._fillings.clear()
         elif lr != self._lr_number or self._lr_tensor is not None:
             self._lr_tensor, self._lr_number = None, lr
@@ -111,7 +111,7 @@ class StepValues:
         lr = self._lr_tensor
         if lr is None:
             return
-        if self._shown is not None:
+        if self._shown is not None and lr.dtype in (torch.float32, torch.float64):
             if self._lr_address != lr.data_ptr():
                 self._lr_address, self._lr_seen = lr.data_ptr(), lr.detach().reshape(1).numpy().data
             elif self._lr_seen[0] == self._lr_kept:
