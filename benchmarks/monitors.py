@@ -1,23 +1,18 @@
 """What monitors, records and averaged weights cost beside the bare step, and a long run that has to stay flat.
 
-The MLP and the batches of `step_overhead.py`; every contender logs eight metrics. A run is timed in blocks of 256 steps
-behind its first ones, so that each holds what is done once per chunk of rows, and its cost is the median block. All
-contenders of a round run in one process, one after the other, and are compared with the bare step of that round;
-figures are medians over rounds. Time is the processor time of the process, because machines are shared.
+The MLP and the batches of `step_overhead.py`; every contender logs eight metrics. They take turns of 32 steps (see
+`turns.py`); a round of eight turns holds what is done once per chunk of rows.
 
-    python -m benchmarks.monitors [--rounds 9] [--steps 1025] [--long 10000] [--out benchmarks/results/monitors.json]
+    python -m benchmarks.monitors [--rounds 40] [--long 10000] [--out benchmarks/results/monitors.json]
 """
 
 import argparse
 import contextlib
 import gc
 import io
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +22,15 @@ import torch.nn.functional as F
 
 import zdtrain
 from benchmarks.facts import save
-from benchmarks.step_overhead import WARMUP_STEPS, Batch, Batches, fused_adam, network
+from benchmarks.step_overhead import Batch, Batches, fused_adam, network
+from benchmarks.turns import Turn, as_json, measure, show
 from zdtrain.monitors import Monitor, NonFinite, Plateau, Spike, Threshold
 from zdtrain.optim import SimpleAdam
 from zdtrain.quiet import quiet
 from zdtrain.records import load_run
 
 METRICS = 8
-BLOCK_STEPS = 256  # rows that a recorder keeps before it writes them
+TURNS = 8  # of 32 steps: a recorder writes once in 256 rows
 
 
 class Eight(pl.LightningModule):
@@ -53,24 +49,6 @@ class Eight(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer(self.parameters(), lr=1e-3)
-
-
-class Clock(pl.Callback):
-    """Takes the processor time of each block of steps behind the warm-up batches."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx % BLOCK_STEPS == WARMUP_STEPS:
-            self.times.append(time.process_time())
-
-    def step_us(self) -> float:
-        """Return the time of a step in the median block, in microseconds."""
-        blocks = [end - start for start, end in pairwise(self.times)]
-        return statistics.median(blocks) / BLOCK_STEPS * 1e6
 
 
 def mixed() -> list[Monitor]:
@@ -109,6 +87,7 @@ def telling() -> list[Monitor]:
     ]
 
 
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"fused Adam": fused_adam, "SimpleAdam": SimpleAdam}
 CONTENDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "bare": dict,
     "records": lambda: {"records": True},
@@ -146,32 +125,11 @@ def fit(
     return trainer
 
 
-def step_us(options: dict[str, Any], steps: int, optimizer: Callable[..., torch.optim.Optimizer]) -> float:
-    gc.collect()
-    clock = Clock()
+def contender(
+    make_options: Callable[[], dict[str, Any]], optimizer: Callable[..., torch.optim.Optimizer], turn: Turn
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        fit(Eight(optimizer), Batches(steps), folder, options, clock)
-    return clock.step_us()
-
-
-def measure(rounds: int, steps: int, optimizer: Callable[..., Any], wanted: list[str]) -> dict[str, Any]:
-    chosen = {name: make for name, make in CONTENDERS.items() if name == "bare" or name in wanted}
-    for make in chosen.values():
-        step_us(make(), BLOCK_STEPS + 1, optimizer)
-    cost: dict[str, list[float]] = {name: [] for name in chosen}
-    for _ in range(rounds):
-        for name, make in chosen.items():
-            cost[name].append(step_us(make(), steps, optimizer))
-    ratios = {name: [v / b for v, b in zip(values, cost["bare"], strict=True)] for name, values in cost.items()}
-    return {
-        name: {
-            "us_per_step": statistics.median(cost[name]),
-            "times_bare": statistics.median(ratios[name]),
-            "times_bare_min": min(ratios[name]),
-            "times_bare_max": max(ratios[name]),
-        }
-        for name in chosen
-    }
+        fit(Eight(optimizer), Batches(turn=turn), folder, make_options())
 
 
 class Memory(pl.Callback):
@@ -196,9 +154,7 @@ def long_run(steps: int) -> dict[str, Any]:
     """Train with records and the six mixed monitors; return memory, host reads and lag."""
     memory = Memory(warm=steps // 5)
     with tempfile.TemporaryDirectory() as folder:
-        trainer: Any = fit(
-            Eight(), Batches(steps - WARMUP_STEPS), folder, {"monitors": mixed(), "records": True}, memory
-        )
+        trainer: Any = fit(Eight(), Batches(steps), folder, {"monitors": mixed(), "records": True}, memory)
         summary = load_run(trainer.recorder.folder).summary
     return {
         "steps": steps,
@@ -211,31 +167,28 @@ def long_run(steps: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=1025, help="steps that are timed per run")
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--long", type=int, default=10_000, help="steps of the long run; 0 for none")
     parser.add_argument("--only", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), help="contenders")
+    parser.add_argument("--optimizer", nargs="*", default=list(OPTIMIZERS), choices=list(OPTIMIZERS), help="optimizers")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/monitors.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    optimizers = {"fused Adam": fused_adam, "SimpleAdam": partial(SimpleAdam)}
+    wanted = [name for name in CONTENDERS if name == "bare" or name in options.only]
     with quiet():
-        result = {name: measure(options.rounds, options.steps, make, options.only) for name, make in optimizers.items()}
+        result = {
+            optimizer: measure(
+                {name: partial(contender, CONTENDERS[name], OPTIMIZERS[optimizer]) for name in wanted},
+                rounds=options.rounds,
+                turns=TURNS,
+            )
+            for optimizer in options.optimizer
+        }
         flat = long_run(options.long) if options.long else None
-    print(f"{'optimizer':12} {'contender':28} {'us/step':>9} {'x bare':>7}  (min-max)")
-    for optimizer, by_name in result.items():
-        for name, r in by_name.items():
-            spread = f"({r['times_bare_min']:.2f}-{r['times_bare_max']:.2f})"
-            print(f"{optimizer:12} {name:28} {r['us_per_step']:9.1f} {r['times_bare']:7.2f}  {spread}")
+    for name, costs in result.items():
+        show(costs, name, base="bare")
     print(f"long run: {flat}")
-    record = {
-        "rounds": options.rounds,
-        "steps": options.steps,
-        "time": "processor time of the process",
-        "result": result,
-        "long_run": flat,
-    }
-    save(options.out, record)
+    save(options.out, {"rounds": options.rounds, "turns": TURNS, "result": as_json(result), "long_run": flat})
 
 
 if __name__ == "__main__":

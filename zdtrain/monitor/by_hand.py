@@ -31,7 +31,6 @@ class UpdatesByHand:
         self._measures_norm = measures_norm
         self._stepped: set[Optimizer] = set()
         self._norms: list[Tensor] = []
-        self._total: Tensor | None = None  # one address for all batches: the host may look there
         self._handles = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
 
     def begin(self) -> None:
@@ -65,10 +64,7 @@ class UpdatesByHand:
                 self._measure(optimizer)
         if not self._norms:
             return None
-        norm = self._norms[0] if len(self._norms) == 1 else torch.linalg.vector_norm(torch.stack(self._norms))
-        if self._total is None or self._total.dtype != norm.dtype:
-            self._total = norm.clone()
-        return self._total.copy_(norm)
+        return self._norms[0] if len(self._norms) == 1 else torch.linalg.vector_norm(torch.stack(self._norms))
 
     def release(self) -> None:
         """Leave the optimizers as they were found."""

@@ -15,12 +15,13 @@ from zdtrain.monitor.base import Monitor
 from zdtrain.monitor.by_hand import BatchMask, UpdatesByHand
 from zdtrain.monitor.conditions import NonFinite
 from zdtrain.monitor.gate import DeviceGates, Timing
+from zdtrain.monitor.gradients import Gradients, ToGather
 from zdtrain.monitor.masking import Copies, Mask, mask_for
 from zdtrain.monitor.panels import Conditions
 from zdtrain.monitor.shared import SharedVerdicts
 from zdtrain.monitor.statistics import Statistics
 from zdtrain.monitor.values import Known, StepValues
-from zdtrain.optim.clipping import EPS, GradientNorm
+from zdtrain.optim.clipping import EPS
 from zdtrain.slots import IDENTITY, SlotBank
 
 _ORDER = ("stop", "skip", "clip")
@@ -112,7 +113,7 @@ class StepGuard:
         self._eps, self._one = self.values.board.new_full((), EPS), self.values.board.new_ones(())
         self._factors = self.values.board.new_ones(len(limits))  # shape=(clips,), what gradients are multiplied by
         self._first_factor = self._factors[0] if limits else self._one
-        self._measures_norm, self._norm = norm or self._clips, GradientNorm(in_place=visible)
+        self._gradients = Gradients(visible=visible) if norm or self._clips else None
         self._module = module
         self._banks = banks
         self._places: list[Place] = []
@@ -139,7 +140,7 @@ class StepGuard:
         if self._optimizers != tuple(optimizers):
             self.release()
             self._optimizers = tuple(optimizers)
-            self._by_hand = UpdatesByHand(optimizers, measures_norm=self._measures_norm)
+            self._by_hand = UpdatesByHand(optimizers, measures_norm=self._gradients is not None)
             self._mask = BatchMask(optimizers, schedulers, self._module, self.flag) if self.holds else None
         self._prepare()
 
@@ -189,16 +190,18 @@ class StepGuard:
 
     def judge(self, loss: Tensor | None, *, accumulates: bool) -> None:
         """Evaluate the conditions on the step's values; hold the update back, stop or clip."""
-        gradients = self._gradients() if self._measures_norm else []
-        self._judge(loss, self._norm(gradients) if gradients else None, gradients, accumulates=accumulates)
+        gradients, norm = ([], None) if self._gradients is None else self._gradients.of(self._optimizers)
+        self._judge(loss, norm, gradients, accumulates=accumulates)
 
     def judge_by_hand(self, loss: Tensor | None) -> None:
         """Evaluate the conditions on the values of a batch that is optimized by hand: take it back, or stop."""
         assert self._by_hand is not None
-        norm = self._by_hand.norm() if self._measures_norm else None
+        norm = None if self._gradients is None else self._by_hand.norm()
         self._judge(loss, norm, [], accumulates=False)
 
-    def _judge(self, loss: Tensor | None, norm: Tensor | None, gradients: list[Tensor], *, accumulates: bool) -> None:
+    def _judge(
+        self, loss: Tensor | None, norm: Tensor | ToGather | None, gradients: list[Tensor], *, accumulates: bool
+    ) -> None:
         known = self.values.fill(loss, norm, ends_window=True)
         self.is_quiet = self._is_at_rest and not (self.verdicts and self.conditions.may_hold(known))
         if self._mask is not None:
@@ -228,11 +231,6 @@ class StepGuard:
                 self.stopped.copy_(self._stop_flags.any())
             torch.any(self._hold_flags, dim=0, out=self.hold)
             self.flag.copy_(self.hold)
-
-    def _gradients(self) -> list[Tensor]:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
 
     def _clip(self, gradients: list[Tensor]) -> None:
         limited = torch.div(self.conditions.further, torch.add(self.values.grad_norm, self._eps))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zdtrain.monitor.events import Row
+from zdtrain.monitor.gradients import ToGather
 
 NAN, ZERO, LOWEST, HIGHEST, LEAST, MOST = range(6)
 """Cells of the board that hold constants: NaN and 0 stand for values that are not there, then come the infinities and
@@ -27,15 +28,13 @@ class Filling(NamedTuple):
     logged: Mapping[str, Tensor]
     """What was logged."""
     targets: list[Tensor]
-    """Cells to write, the loss and the norm first where there are any."""
+    """Cells to write, the loss and the norm first where they are to be copied."""
     sources: list[Tensor]
     """What to write there behind loss and norm."""
     left: tuple[list[Tensor], list[Tensor]]
     """Cells that are written when somebody asks for them, and what belongs there."""
     seen: list[tuple[int, memoryview]]
     """The places of these cells, and where the host sees what belongs there."""
-    norm: memoryview | None
-    """Where the host sees the gradient norm, if it does."""
 
 
 class StepValues:
@@ -80,6 +79,7 @@ class StepValues:
         cells = self.board.unbind()
         self._loss, self.grad_norm, self._lr = cells[own : own + 3]  # the norm is that before clipping
         self._own_places = {name: own + index for index, name in enumerate(self.names)}
+        self._norm_place = self._own_places["grad_norm"]
         self._places = {name: first + index for index, name in enumerate(metrics)}
         self._metric_cells = dict(zip(metrics, cells[first : self.first_limit], strict=True))
         self._fixed = [*self._scalars.values(), *limits]  # what every step takes over
@@ -92,7 +92,6 @@ class StepValues:
         self._fillings: dict[Known, Filling] = {}  # the last one of its kind
         self._filling: Filling | None = None  # that of this step
         self._last_logged = _NOTHING
-        self._last_norm: Tensor | None = None
 
     def take_lr(self, optimizer: Optimizer) -> None:
         """Bring a learning rate that is a Python number to the device; before the step, outside anything captured."""
@@ -119,67 +118,62 @@ class StepValues:
             self._lr_kept = self._lr_seen[0]
         self._lr.copy_(lr)
 
-    def fill(self, loss: Tensor | None, norm: Tensor | None, *, ends_window: bool) -> Known:
+    def fill(self, loss: Tensor | None, norm: Tensor | ToGather | None, *, ends_window: bool) -> Known:
         """Write the step's values into the board.
 
         Args:
             loss: What training_step returned, 0-D or of one element.
-            norm: Norm of the gradients, 0-D, where it was measured.
+            norm: Norm of the gradients, 0-D, where it was measured; or gradients to take along and norm here.
             ends_window: The gradients are complete.
 
         Returns:
             Which values there are; the same for all steps that have the same ones.
         """
         logged = self._logged() if self._metric_cells else _NOTHING
-        is_visible = self._shown is not None and logged is self._last_logged and self._is_kept(norm)
+        is_visible = self._shown is not None and logged is self._last_logged
         self._last_logged = logged
-        key = (loss is not None, norm is not None, ends_window, is_visible)
+        to_gather, measured = (norm, None) if isinstance(norm, ToGather) else (None, norm)
+        key = (loss is not None, norm is not None, measured is not None, ends_window, is_visible)
         filling = self._fillings.get(key)
         if filling is None or filling.logged is not logged:
-            filling = self._fillings[key] = self._plan(*key, logged, norm)
+            filling = self._fillings[key] = self._plan(*key, logged)
         self._filling = filling
-        sources = filling.sources
+        targets, sources = filling.targets, filling.sources
         if norm is not None:
             self.has_norm = True
-            if filling.norm is not None:
-                self._shown[self._own_places["grad_norm"]] = filling.norm[()]
-            else:
-                sources = [norm, *sources]
+        if measured is not None:
+            sources = [measured, *sources]
         if loss is not None:
             self.has_loss = True
             sources = [loss if loss.dim() == 0 else loss.reshape(()), *sources]
+        if to_gather is not None:
+            targets, sources = targets + to_gather.place.cells, sources + to_gather.gradients
         if sources:
-            torch._foreach_copy_(filling.targets, sources)
+            torch._foreach_copy_(targets, sources)
+        if to_gather is not None:
+            self._shown[self._norm_place] = to_gather.place.norm()
         return filling.known
-
-    def _is_kept(self, norm: Tensor | None) -> bool:
-        """Return whether the norm is where it was when there was one last, or is none."""
-        if norm is None or norm is self._last_norm:
-            return True
-        self._last_norm = norm
-        self._fillings = {key: filling for key, filling in self._fillings.items() if filling.norm is None}
-        return False
 
     def _plan(
         self,
         has_loss: bool,
         has_norm: bool,
+        copies_norm: bool,
         ends_window: bool,
         is_visible: bool,
         logged: Mapping[str, Tensor],
-        norm: Tensor | None,
     ) -> Filling:
         """Return how to fill the board.
 
         Args:
             has_loss: There is a loss.
             has_norm: There is a gradient norm.
+            copies_norm: It is copied like the loss.
             ends_window: See `fill`.
-            is_visible: The host sees what was logged, and the norm, for nothing, where they were in the step before.
+            is_visible: The host sees what was logged for nothing, where it was in the step before.
             logged: What was logged.
-            norm: The gradient norm.
         """
-        targets = [self._loss] * has_loss + [self.grad_norm] * (has_norm and not is_visible) + self._fixed_cells
+        targets = [self._loss] * has_loss + [self.grad_norm] * copies_norm + self._fixed_cells
         sources = self._fixed.copy()
         if self._watches_lr and self._lr_tensor is not None:
             targets.append(self._lr)
@@ -196,7 +190,6 @@ class StepValues:
             sources=sources,
             left=(cells, values) if is_visible else ([], []),
             seen=[(self._places[n], logged[n].numpy().data) for n in names] if is_visible else [],
-            norm=norm.numpy().data if is_visible and norm is not None else None,
         )
 
     def complete(self) -> None:

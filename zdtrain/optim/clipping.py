@@ -25,7 +25,7 @@ def total_norm(grads: list[Tensor]) -> Tensor:
         >>> total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
         tensor(5.)
     """
-    if _are_small(grads):
+    if are_small(grads):
         return _norm_together(grads)
     norms: list[Tensor] = []
     for dtype in dict.fromkeys([grad.dtype for grad in grads]):
@@ -45,38 +45,15 @@ def total_norm(grads: list[Tensor]) -> Tensor:
     return total
 
 
-class GradientNorm:
-    """Measures the same norm as `total_norm`, step after step; what it finds out of the gradients it keeps.
-
-    Args:
-        in_place: Where it can, write every norm to the same tensor; a recorded step would not know that tensor.
-    """
-
-    def __init__(self, *, in_place: bool = False) -> None:
-        self._in_place = in_place
-        self._num_small = -1  # number of gradients that were all small
-        self._norm: Tensor | None = None
-
-    def __call__(self, grads: list[Tensor]) -> Tensor:
-        """Return the L2 norm over all gradients; see `total_norm`."""
-        if len(grads) != self._num_small:
-            if not _are_small(grads):
-                return total_norm(grads)
-            self._num_small = len(grads)
-            self._norm = _norm_together(grads) if self._in_place else None
-        return _norm_together(grads, self._norm)
-
-
-def _are_small(grads: list[Tensor]) -> bool:
+def are_small(grads: list[Tensor]) -> bool:
+    """Return whether copying the gradients side by side costs less than norming one after the other."""
     return type(grads[0]) is Tensor and grads[0].is_cpu and max([grad.numel() for grad in grads]) <= SMALL
 
 
-def _norm_together(grads: list[Tensor], out: Tensor | None = None) -> Tensor:
-    """Return the norm of the gradients side by side: a CPU norms one tensor after the other."""
+def _norm_together(grads: list[Tensor]) -> Tensor:
     together: Tensor = _flatten_dense_tensors(grads)
-    if together.dtype in LOW_PRECISION:
-        return torch.linalg.vector_norm(together, dtype=torch.float32, out=out)  # type: ignore[no-any-return]
-    return torch.linalg.vector_norm(together, out=out)  # type: ignore[no-any-return]
+    accumulate = torch.float32 if together.dtype in LOW_PRECISION else together.dtype
+    return torch.linalg.vector_norm(together, dtype=accumulate)  # type: ignore[no-any-return]
 
 
 def clip_divisor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
