@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from itertools import compress
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from zdtrain.drain import Drain, Value
 from zdtrain.monitor.base import Monitor, RowMonitor
 from zdtrain.monitor.conditions import Plateau, Spike
 from zdtrain.monitor.events import MonitorEvent, Row, nearest
-from zdtrain.monitor.followers import follower_of
+from zdtrain.monitor.followers import Follower, follower_of
 from zdtrain.monitor.gate import HostGate
 from zdtrain.monitor.guard import Verdict
 from zdtrain.monitor.values import OWN, StepValues
@@ -50,6 +50,17 @@ class Watched:
         other = Watched(self.monitor)
         other.load_state_dict(self.state_dict())
         return other
+
+
+class Reading(NamedTuple):
+    """How the monitors that inform read rows that hold certain values."""
+
+    key: tuple[RowLayout, list[str], list[tuple[bool, ...]]]
+    """The layout, the values of our own that there are, and which columns steps logged."""
+    looks_at: list[list[tuple[str, int]]]
+    """Names and columns of what each monitor looks at."""
+    is_whole: list[bool]
+    """Whether every row holds all of that."""
 
 
 class RowListener:
@@ -91,6 +102,7 @@ class RowListener:
         self.seen: set[str] = set()  # metrics that some row held
         self._rows: dict[int, Sequence[Sequence[Value]]] = {}  # not judged by monitors that inform yet, by first step
         self._to_tell: list[tuple[MonitorEvent, Monitor]] = []
+        self._reading: Reading | None = None
         self._named: tuple[tuple[RowLayout, list[str]], dict[str, int]] | None = None
         on_host = self._runtime.device.type == "cpu" and self._runtime.is_immediate
         self._acted_here = acted.numpy() if on_host else None
@@ -154,30 +166,41 @@ class RowListener:
             layout: What the columns mean.
             stamps: What the host knows of the rows.
         """
-        for fresh in _kinds(stamps):
-            for names in (layout.metrics, layout.names):
-                self.seen.update(compress(names, fresh))
-        self.seen.update(self._values.found)
+        reading = self._read(layout, stamps)
         if not self._watching:
             return
         self._rows_written.record("train")
         self._rows_written.wait("monitor")
         with self._runtime.on("monitor"), torch.no_grad():
-            packed = self._answers(rows, layout, stamps)
+            packed = self._answers(rows, reading, stamps)
 
         def deliver(numbers: list[Value], _alive: Tensor = rows) -> None:
-            self._inform(numbers, layout, stamps)
+            self._inform(numbers, reading, stamps)
 
         self._drain.send(packed, deliver, stream="monitor")
 
-    def _answers(self, rows: Tensor, layout: RowLayout, stamps: Sequence[Stamp]) -> Tensor:
+    def _read(self, layout: RowLayout, stamps: Sequence[Stamp]) -> Reading:
+        """Return how to read such rows, and take note of what they hold."""
+        kinds = list({id(stamp.fresh): stamp.fresh for stamp in stamps}.values())
+        key = (layout, self._values.found, kinds)
+        if self._reading is None or self._reading.key != key:
+            always = [all(column) for column in zip(*kinds, strict=True)]
+            looks_at = [self._columns(watched.monitor, layout) for watched in self._watching]
+            is_whole = [all(always[c] for _, c in columns if c < len(always)) for columns in looks_at]
+            self._reading = Reading(key, looks_at, is_whole)
+            for fresh in kinds:
+                for names in (layout.metrics, layout.names):
+                    self.seen.update(compress(names, fresh))
+            self.seen.update(self._values.found)
+        return self._reading
+
+    def _answers(self, rows: Tensor, reading: Reading, stamps: Sequence[Stamp]) -> Tensor:
         """Return what the host needs of the device: whether a condition holds by row, or what it is compared with."""
-        answers, columns = [], rows.unbind(1)
-        always = [all(column) for column in zip(*_kinds(stamps), strict=True)]
-        for watched in self._watching:
+        answers = []
+        for watched, looks_at, is_whole in zip(self._watching, *reading[1:], strict=True):
             monitor = watched.monitor
             if isinstance(monitor, RowMonitor):
-                answers.append(self._holds(monitor, columns, layout, stamps, always))
+                answers.append(_holds(monitor, rows, looks_at, is_whole, stamps))
             elif isinstance(monitor, Plateau | Spike):
                 answers.append(monitor.limit.reshape(1))
         sizes = [len(answer) for answer in answers]
@@ -185,10 +208,10 @@ class RowListener:
         torch._foreach_copy_(packed.split(sizes), answers)
         return packed
 
-    def _inform(self, answers: Sequence[Value], layout: RowLayout, stamps: Sequence[Stamp]) -> None:
+    def _inform(self, answers: Sequence[Value], reading: Reading, stamps: Sequence[Stamp]) -> None:
         """Warn and call functions, step by step, about conditions whose outcome has arrived."""
-        rows = self._rows.pop(stamps[0].step, ())  # those before a stop
-        for index, monitor in self._judge(self._watching, answers, rows, layout, stamps):
+        rows, layout = self._rows.pop(stamps[0].step, ()), reading.key[0]  # those before a stop
+        for index, monitor in self._judge(self._watching, answers, rows, reading, stamps):
             self._tell(self._event(monitor.describe(), monitor.action, stamps[index], layout, rows[index]), monitor)
 
     def _judge(
@@ -196,25 +219,18 @@ class RowListener:
         watching: Sequence[Watched],
         answers: Sequence[Value],
         rows: Sequence[Sequence[Value]],
-        layout: RowLayout,
+        reading: Reading,
         stamps: Sequence[Stamp],
     ) -> list[tuple[int, Monitor]]:
         """Let `watching` take in rows; return which act at which, in the order of the rows."""
-        names, first, found = self._names(layout), 0, []
-        known, steps = stamps[: len(rows)], [stamp.step for stamp in stamps[: len(rows)]]
-        for watched in watching:
+        first, found = 0, []
+        steps = [stamp.step for stamp in stamps[: len(rows)]]
+        for watched, looks_at, is_whole in zip(watching, *reading[1:], strict=True):
             if watched.follower is None:
                 holds: Sequence[Value] = answers[first : first + len(rows)]
                 first += len(stamps)
             else:
-                column = names.get((watched.monitor.metrics or ("",))[0], -1)
-                if column < len(layout.names):
-                    there = [column >= 0 and stamp.fresh[column] for stamp in known]
-                else:
-                    there = [True] * len(rows)
-                values = [row[column] for row in compress(rows, there)]
-                outcomes = iter(watched.follower.decide(values, answers[first]))
-                holds = [is_there and next(outcomes) for is_there in there]
+                holds = _follow(watched.follower, answers[first], rows, looks_at, is_whole, stamps)
                 first += 1
             found += [(index, watched.monitor) for index in watched.gate.acting(holds, steps)]
         return sorted(found, key=itemgetter(0))
@@ -229,8 +245,9 @@ class RowListener:
         if look is not None and watching:
             row, layout, stamp = look
             watching = [watched.copy() for watched in watching]
-            answers = self._runtime.read(self._answers(row, layout, [stamp])).tolist()
-            self._judge(watching, answers, self._runtime.read(row).tolist(), layout, [stamp])
+            reading = self._read(layout, [stamp])
+            answers = self._runtime.read(self._answers(row, reading, [stamp])).tolist()
+            self._judge(watching, answers, self._runtime.read(row).tolist(), reading, [stamp])
         return [watched.state_dict() for watched in watching]
 
     def load_state(self, state: Sequence[dict[str, Any]]) -> None:
@@ -275,30 +292,7 @@ class RowListener:
                     said.append(f"monitor {monitor.describe()!r}: training_step logged no {metric!r}; {hint}")
         return said
 
-    def _holds(
-        self,
-        monitor: RowMonitor,
-        columns: Sequence[Tensor],
-        layout: RowLayout,
-        stamps: Sequence[Stamp],
-        always: Sequence[bool],
-    ) -> Tensor:
-        """Return whether the condition of `monitor` holds in each row, shape=(rows,), bool."""
-        looks_at = self._columns(monitor, layout)
-        whole = all(always[column] for _, column in looks_at if column < len(layout.names))
-        if monitor.elementwise and whole:
-            row = Row((name, columns[column]) for name, column in looks_at)
-            return (
-                monitor.condition(row) if row else torch.zeros(len(stamps), dtype=torch.bool, device=columns[0].device)
-            )
-        cells = [(name, column, columns[column].unbind()) for name, column in looks_at]
-        never, holds = torch.zeros((), dtype=torch.bool, device=columns[0].device), []
-        for index, stamp in enumerate(stamps):
-            row = Row((n, values[index]) for n, c, values in cells if c >= len(layout.names) or stamp.fresh[c])
-            holds.append(monitor.condition(row) if row else never)
-        return torch.stack(holds)
-
-    def _columns(self, monitor: RowMonitor, layout: RowLayout) -> list[tuple[str, int]]:
+    def _columns(self, monitor: Monitor, layout: RowLayout) -> list[tuple[str, int]]:
         """Return names and columns of what `monitor` looks at."""
         names = self._names(layout)
         if monitor.metrics is None:
@@ -317,6 +311,35 @@ class RowListener:
         return self._named[1]
 
 
-def _kinds(stamps: Sequence[Stamp]) -> list[tuple[bool, ...]]:
-    """Return the different sets of columns that were logged."""
-    return list({id(stamp.fresh): stamp.fresh for stamp in stamps}.values())
+def _holds(
+    monitor: RowMonitor, rows: Tensor, looks_at: list[tuple[str, int]], is_whole: bool, stamps: Sequence[Stamp]
+) -> Tensor:
+    """Return whether the condition of `monitor` holds in each row, shape=(rows,), bool."""
+    columns = [(name, column, rows[:, column]) for name, column in looks_at]
+    if monitor.elementwise and is_whole and columns:
+        return monitor.condition(Row((name, values) for name, _, values in columns))
+    cells = [(name, column, values.unbind()) for name, column, values in columns]
+    never, holds = torch.zeros((), dtype=torch.bool, device=rows.device), []
+    for index, stamp in enumerate(stamps):
+        row = Row((n, values[index]) for n, c, values in cells if c >= len(stamp.fresh) or stamp.fresh[c])
+        holds.append(monitor.condition(row) if row else never)
+    return torch.stack(holds)
+
+
+def _follow(
+    follower: Follower,
+    limit: Value,
+    rows: Sequence[Sequence[Value]],
+    looks_at: list[tuple[str, int]],
+    is_whole: bool,
+    stamps: Sequence[Stamp],
+) -> list[bool]:
+    """Let `follower` take in rows; return whether its condition holds in each."""
+    if not looks_at:
+        return [False] * len(rows)
+    _, column = looks_at[0]
+    if is_whole:
+        return follower.decide([row[column] for row in rows], limit)
+    there = [stamp.fresh[column] for stamp in stamps[: len(rows)]]
+    outcomes = iter(follower.decide([row[column] for row in compress(rows, there)], limit))
+    return [is_there and next(outcomes) for is_there in there]
