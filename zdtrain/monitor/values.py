@@ -88,6 +88,7 @@ class StepValues:
         self.has_loss = self.has_norm = False
         self._lr_tensor: Tensor | None = None  # the optimizer's own, where it is one
         self._lr_number: Any = None
+        self._sees_lr = False
         self._lr_address, self._lr_seen, self._lr_kept = 0, memoryview(b""), math.nan
         self._fillings: dict[Known, Filling] = {}  # the last one of its kind
         self._filling: Filling | None = None  # that of this step
@@ -99,6 +100,7 @@ class StepValues:
         if isinstance(lr, Tensor):
             if lr is not self._lr_tensor:
                 self._lr_tensor, self._lr_address = lr, 0
+                self._sees_lr = self._shown is not None and lr.dtype in (torch.float32, torch.float64)
                 self._fillings.clear()
         elif lr != self._lr_number or self._lr_tensor is not None:
             self._lr_tensor, self._lr_number = None, lr
@@ -110,7 +112,7 @@ class StepValues:
         lr = self._lr_tensor
         if lr is None:
             return
-        if self._shown is not None and lr.dtype in (torch.float32, torch.float64):
+        if self._sees_lr:
             if self._lr_address != lr.data_ptr():
                 self._lr_address, self._lr_seen = lr.data_ptr(), lr.detach().reshape(1).numpy().data
             elif self._lr_seen[0] == self._lr_kept:

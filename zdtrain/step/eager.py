@@ -47,7 +47,7 @@ class EagerStep:
         self._clips_its_own_way = overrides(module, "configure_gradient_clipping", LightningModule)
         self._guard = epoch_loop.guard
         self._scaling = epoch_loop.scaling
-        self._whole_loss: Tensor | None = None  # before the division by the window, for the guard
+        self._whole_loss: Tensor | None = None  # before the division by the window, for the guard, where there is one
         self._ran = False
         self._batch: Any = None
         self._batch_idx = 0
@@ -210,9 +210,11 @@ class EagerStep:
             self._output = None if isinstance(output, Tensor) else output
         if loss.dim() != 0:
             require_one_element(loss)
+        if divisor == 1:
+            return loss
         if self._guard is not None:
             self._whole_loss = loss.detach()
-        return loss if divisor == 1 else loss / divisor
+        return loss / divisor
 
     def _step_in_context(self) -> Any:
         assert self._forward_context is not None
@@ -220,8 +222,8 @@ class EagerStep:
             return self._training_step()
 
     def _taken_loss(self) -> Tensor | None:
-        loss, self._whole_loss = self._whole_loss, None
-        return loss
+        whole, self._whole_loss = self._whole_loss, None
+        return self._loss if whole is None else whole
 
     def _training_step(self) -> Any:
         if self._takes_batch_idx:
