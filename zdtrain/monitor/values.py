@@ -82,8 +82,9 @@ class StepValues:
         self._norm_place = self._own_places["grad_norm"]
         self._places = {name: first + index for index, name in enumerate(metrics)}
         self._metric_cells = dict(zip(metrics, cells[first : self.first_limit], strict=True))
-        self._fixed = [*self._scalars.values(), *limits]  # what every step takes over
-        self._fixed_cells = [*cells[own + 3 : first], *cells[self.first_limit :]]
+        self._scalar_cells, self._limit_cells = list(cells[own + 3 : first]), list(cells[self.first_limit :])
+        self._limits = list(limits)
+        self._sees_limits = visible and all(_can_see(limit) for limit in limits)
         self._watches_lr = "lr" in metrics
         self.has_loss = self.has_norm = False
         self._lr_tensor: Tensor | None = None  # the optimizer's own, where it is one
@@ -100,7 +101,7 @@ class StepValues:
         if isinstance(lr, Tensor):
             if lr is not self._lr_tensor:
                 self._lr_tensor, self._lr_address = lr, 0
-                self._sees_lr = self._shown is not None and lr.dtype in (torch.float32, torch.float64)
+                self._sees_lr = self._shown is not None and _can_see(lr)
                 self._fillings.clear()
         elif lr != self._lr_number or self._lr_tensor is not None:
             self._lr_tensor, self._lr_number = None, lr
@@ -114,7 +115,7 @@ class StepValues:
             return
         if self._sees_lr:
             if self._lr_address != lr.data_ptr():
-                self._lr_address, self._lr_seen = lr.data_ptr(), lr.detach().reshape(1).numpy().data
+                self._lr_address, self._lr_seen = lr.data_ptr(), _look_at(lr.reshape(1))
             elif self._lr_seen[0] == self._lr_kept:
                 return
             self._lr_kept = self._lr_seen[0]
@@ -175,23 +176,26 @@ class StepValues:
             is_visible: The host sees what was logged for nothing, where it was in the step before.
             logged: What was logged.
         """
-        targets = [self._loss] * has_loss + [self.grad_norm] * copies_norm + self._fixed_cells
-        sources = self._fixed.copy()
+        targets = [self._loss] * has_loss + [self.grad_norm] * copies_norm + self._scalar_cells
+        sources = [*self._scalars.values()]
         if self._watches_lr and self._lr_tensor is not None:
             targets.append(self._lr)
             sources.append(self._lr_tensor)
         names = [name for name in logged if name in self._metric_cells]
         cells, values = [self._metric_cells[name] for name in names], [logged[name] for name in names]
-        if not is_visible:
-            targets += cells
-            sources += values
+        sees_limits = is_visible and self._sees_limits
+        seen = [(self._places[name], _look_at(logged[name])) for name in names] if is_visible else []
+        if sees_limits:
+            seen += [(self.first_limit + index, _look_at(limit)) for index, limit in enumerate(self._limits)]
+        left_cells = cells * is_visible + self._limit_cells * sees_limits
+        left_values = values * is_visible + self._limits * sees_limits
         return Filling(
             known=(has_loss, has_norm, ends_window, *names),
             logged=logged,
-            targets=targets,
-            sources=sources,
-            left=(cells, values) if is_visible else ([], []),
-            seen=[(self._places[n], logged[n].numpy().data) for n in names] if is_visible else [],
+            targets=targets + cells * (not is_visible) + self._limit_cells * (not sees_limits),
+            sources=sources + values * (not is_visible) + self._limits * (not sees_limits),
+            left=(left_cells, left_values),
+            seen=seen,
         )
 
     def complete(self) -> None:
@@ -235,3 +239,12 @@ class StepValues:
             row["lr"] = self._lr if self._lr_tensor is None else self._lr_tensor
         row.update(self._logged())
         return row
+
+
+def _can_see(scalar: Tensor) -> bool:
+    """Return whether the host can look at the memory of `scalar` on a CPU."""
+    return type(scalar) is Tensor and scalar.is_cpu and scalar.dtype in (torch.float32, torch.float64)
+
+
+def _look_at(scalar: Tensor) -> memoryview:
+    return scalar.detach().numpy().data
