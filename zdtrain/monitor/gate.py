@@ -44,17 +44,12 @@ class DeviceGates:
         self.next_step = whole([0] * len(timings))  # shape=(n,), end of the cooldown
         self.step = whole([0] * len(timings))  # shape=(n,), number of the step
         self._open = torch.zeros(len(timings), dtype=torch.bool, device=device)
-        self._num_passed = 0  # steps that `step` does not count yet
-
-    def pass_step(self) -> None:
-        """Let a step go by in which no condition held, and none in the step before it."""
-        self._num_passed += 1
+        self._timings = list(timings)
+        on_host = device.type == "cpu"
+        self._here = [t.numpy().data for t in (self.in_row, self.next_step, self.step)] if on_host else None
 
     def decide(self, holds: Tensor) -> None:
         """Turn whether each condition holds, shape=(n,), bool, into whether to act, in place."""
-        if self._num_passed:
-            self.step.add_(self._num_passed)
-            self._num_passed = 0
         if self._starts_late:
             holds.logical_and_(torch.ge(self.step, self._after, out=self._open))
         if self._waits:
@@ -65,6 +60,24 @@ class DeviceGates:
             torch.where(holds, self.step + self._pause, self.next_step, out=self.next_step)
         if self._starts_late or self._pauses:
             self.step.add_(self._one)
+
+    def decide_here(self, holds: list[bool]) -> list[bool]:
+        """Return what `decide` writes, on a CPU, where the host sees the counts for nothing."""
+        if not (self._waits or self._starts_late or self._pauses):
+            return holds
+        assert self._here is not None
+        (in_row, next_step, step), acts = self._here, []
+        for i, (held, timing) in enumerate(zip(holds, self._timings, strict=True)):
+            held = held and step[i] >= timing.after_step
+            if self._waits:
+                in_row[i] = in_row[i] + 1 if held else 0
+                held = in_row[i] >= timing.patience
+            held = held and step[i] >= next_step[i]
+            if held and self._pauses:
+                next_step[i] = step[i] + 1 + timing.cooldown
+            step[i] += 1
+            acts.append(held)
+        return acts
 
     def state(self) -> dict[str, Tensor]:
         """Return what a run that goes on needs to know, by name, each of shape=(n,)."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -107,8 +108,9 @@ class StepGuard:
         self._shared = SharedVerdicts(len(self.verdicts), device) if several and self.verdicts else None
         self._seen = torch.zeros_like(self.acted)  # what held for an earlier batch of the window
         self.is_quiet = False  # whether the host knows that this step's update is as it would be without monitors
-        self._is_at_rest = not self.verdicts  # whether the host knows that no earlier step or batch matters to verdicts
-        self._counts = [t.numpy().data for t in (latched, self.gates.in_row)] if visible else None
+        self._latched_here = latched.numpy().data.cast("B") if visible and self.verdicts else None
+        self._seen_here = [False] * len(self.verdicts)  # what held for an earlier batch of the window
+        self._acts_here = list(self._seen_here)  # what acts in this step
         self._clips = len(limits) > 0
         self._eps, self._one = self.values.board.new_full((), EPS), self.values.board.new_ones(())
         self._factors = self.values.board.new_ones(len(limits))  # shape=(clips,), what gradients are multiplied by
@@ -176,8 +178,9 @@ class StepGuard:
     def observe(self, loss: Tensor | None) -> None:
         """Look at the values of a batch whose window goes on: what held for one batch holds for the step."""
         known = self.values.fill(loss, None, ends_window=False)
-        if self.verdicts and self.conditions.may_hold(known):
-            self._is_at_rest = False
+        if self._latched_here is not None:
+            self._seen_here = list(map(or_, self._seen_here, self.conditions.decide_here(known)))
+        elif self.verdicts:
             self.conditions.decide(known)
             self._seen.logical_or_(self.acted)
 
@@ -203,16 +206,15 @@ class StepGuard:
         self, loss: Tensor | None, norm: Tensor | ToGather | None, gradients: list[Tensor], *, accumulates: bool
     ) -> None:
         known = self.values.fill(loss, norm, ends_window=True)
-        self.is_quiet = self._is_at_rest and not (self.verdicts and self.conditions.may_hold(known))
-        if self._mask is not None:
-            self._mask.lift(self.is_quiet)
-        if self.is_quiet:
-            self.gates.pass_step()
+        if self._latched_here is not None:
+            self._decide_here(known, self._latched_here)
         elif self.verdicts:
             self._decide(known, accumulates)
-            self._is_at_rest = self._counts is not None and not any(any(count.tolist()) for count in self._counts)
-            if self._clips and gradients:
-                self._clip(gradients)
+        self.is_quiet = not self.verdicts or (self._latched_here is not None and not any(self._latched_here))
+        if self._mask is not None:
+            self._mask.lift(self.is_quiet)
+        if self._clips and gradients and not self.is_quiet:
+            self._clip(gradients, known)
         if self._statistics:
             row = self.values.row(known)
             for statistics in self._statistics:
@@ -226,13 +228,31 @@ class StepGuard:
         if self._shared is not None:
             self._shared.share(self.acted)
         self.gates.decide(self.acted)
+        self._spread()
+
+    def _decide_here(self, known: Known, latched: memoryview) -> None:
+        """Do what `_decide` does where the host sees the step's values: most steps give no reason to write anything."""
+        holds = self.conditions.decide_here(known)
+        if any(self._seen_here):
+            holds = list(map(or_, holds, self._seen_here))
+            self._seen_here = [False] * len(holds)
+        acts = self.gates.decide_here(holds)
+        if acts != self._acts_here:
+            latched[1:] = bytes(acts)
+            self._acts_here = acts
+            self._spread()
+
+    def _spread(self) -> None:
+        """Write what follows from the verdicts."""
         if self.holds:
             if self._num_stop:
                 self.stopped.copy_(self._stop_flags.any())
             torch.any(self._hold_flags, dim=0, out=self.hold)
             self.flag.copy_(self.hold)
 
-    def _clip(self, gradients: list[Tensor]) -> None:
+    def _clip(self, gradients: list[Tensor], known: Known) -> None:
+        if self._latched_here is not None:
+            self.conditions.gather(known)
         limited = torch.div(self.conditions.further, torch.add(self.values.grad_norm, self._eps))
         torch.where(self._clip_flags, torch.minimum(limited, self._one), self._one, out=self._factors)
         factor = self._first_factor if len(self._factors) == 1 else self._factors.amin()
@@ -271,7 +291,7 @@ class StepGuard:
                 before = torch.full_like(bank._totals, IDENTITY[bank.reduction])
                 self._totals.append(bank._totals)
                 self._totals_before.append(before)
-                if self._counts is not None:
+                if self._latched_here is not None:
                     self._visible_totals.append((before.numpy(), bank._totals.numpy()))
         self._num_banks = len(self._banks)
 

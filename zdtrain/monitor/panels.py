@@ -1,10 +1,14 @@
 """The conditions of all monitors that act, evaluated together: a few vector operations, however many monitors.
 
 Constants are tensors of the dtype that they meet, because a Python number makes an operation cost three times as much.
+Where the host sees the values for nothing, on a CPU, it decides by the same rules in Python numbers, which costs less
+than one operation; running state stays in the same tensors.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +16,10 @@ from torch import Tensor
 
 from zdtrain.monitor.base import Monitor, RowMonitor
 from zdtrain.monitor.conditions import INF, NonFinite, Plateau, Spike, Threshold
-from zdtrain.monitor.values import HIGHEST, LEAST, LOWEST, MOST, NAN, ZERO, Known, StepValues
+from zdtrain.monitor.values import HIGHEST, LOWEST, NAN, ZERO, Known, StepValues
 
 Entry = str | Tensor | int
 """The name of a metric, a limit that metrics are compared with, or a cell of the board that holds a constant."""
-Bounds = tuple[int, int, int]
-"""A cell of the board, and the cells that hold the least and the largest number that are no reason to act."""
 
 
 class Panel(ABC):
@@ -48,13 +50,19 @@ class Panel(ABC):
             present: Which monitors have their metric in this step, shape=(monitors,), bool; None where all have.
         """
 
-    def bounds(self, places: Sequence[int]) -> list[Bounds] | None:  # noqa: ARG002
-        """Return within which bounds no condition can hold; None where there is more to it than the step's values.
+    @abstractmethod
+    def decide_here(self, entries: Sequence[float], present: Sequence[bool]) -> list[bool]:
+        """Do what `decide` does, on a CPU, and return what it writes.
 
         Args:
-            places: Where the values of `entries` lie on the board.
+            entries: The values of `entries`.
+            present: Which monitors have their metric in this step.
         """
-        return None
+
+    @cached_property
+    def _state_here(self) -> dict[str, Any]:
+        """Running state as the host sees it on a CPU."""
+        return {name: values.numpy().data for name, values in self.state.items()}
 
 
 class ThresholdPanel(Panel):
@@ -77,11 +85,13 @@ class ThresholdPanel(Panel):
         if self._has_below:
             self._holds.logical_or_(torch.lt(self._x, self._below[0]))
 
-    def bounds(self, places: Sequence[int]) -> list[Bounds]:
+    def decide_here(self, entries: Sequence[float], present: Sequence[bool]) -> list[bool]:  # noqa: ARG002
         """See `Panel`."""
         n = len(self.monitors)
-        below = places[2 * n :] or [LOWEST] * n
-        return [found for found in zip(places, below, places[n:], strict=False) if found[0] != NAN]
+        holds = [x > above for x, above in zip(entries, entries[n : 2 * n], strict=False)]
+        if self._has_below:
+            holds = [held or x < below for held, x, below in zip(holds, entries, entries[2 * n :], strict=False)]
+        return holds
 
 
 class NonFinitePanel(Panel):
@@ -104,9 +114,10 @@ class NonFinitePanel(Panel):
         gap = self._x - self._x  # 0 where finite, else NaN
         torch.ne(torch.mv(gap, self._ones), self._none, out=self._holds)
 
-    def bounds(self, places: Sequence[int]) -> list[Bounds]:
+    def decide_here(self, entries: Sequence[float], present: Sequence[bool]) -> list[bool]:  # noqa: ARG002
         """See `Panel`."""
-        return [(place, LEAST, MOST) for place in places]
+        finite = [math.isfinite(x) for x in entries]
+        return [not all(finite[first : first + self._most]) for first in range(0, len(finite), self._most)]
 
 
 class PlateauPanel(Panel):
@@ -131,6 +142,17 @@ class PlateauPanel(Panel):
         torch.logical_not(better, out=self._holds)
         if present is not None:
             self._holds.logical_and_(present)
+
+    def decide_here(self, entries: Sequence[float], present: Sequence[bool]) -> list[bool]:
+        """See `Panel`."""
+        n, best, holds = len(self.monitors), self._state_here["best"], []
+        for i, sign in enumerate(self._signs):
+            x = entries[i] * sign
+            better = x < best[i] - entries[n + i]
+            if better:
+                best[i] = x
+            holds.append(present[i] and not better)
+        return holds
 
 
 class SpikePanel(Panel):
@@ -163,6 +185,24 @@ class SpikePanel(Panel):
         mean.add_(shift)
         variance.addcmul_(delta, shift).mul_(self._one - weight)
 
+    def decide_here(self, entries: Sequence[float], present: Sequence[bool]) -> list[bool]:
+        """See `Panel`."""
+        n, holds = len(self.monitors), []
+        mean, variance, count = (self._state_here[name] for name in ("mean", "variance", "count"))
+        for i, monitor in enumerate(self._spikes):
+            x, limit = entries[i], mean[i] + entries[n + i] * math.sqrt(variance[i])
+            spike = x > limit and count[i] >= monitor.min_steps
+            holds.append(spike)
+            if present[i]:
+                delta = (limit if spike else x) - mean[i]
+                delta = delta if math.isfinite(delta) else 0.0
+                count[i] += 1
+                weight = max(1 / count[i], monitor.least_weight)
+                shift = weight * delta
+                mean[i] += shift
+                variance[i] = (variance[i] + delta * shift) * (1 - weight)
+        return holds
+
 
 class Plan(NamedTuple):
     """What to look at in a step that has certain values."""
@@ -171,8 +211,8 @@ class Plan(NamedTuple):
     """Where the entries of all panels lie on the board, shape=(entries,), int64."""
     present: list[Tensor | None]
     """For each panel which monitors have their metric, shape=(monitors,), bool; None where all have."""
-    bounds: list[Bounds] | None
-    """Within which bounds no condition can hold; None where there is more to it than the step's values."""
+    here: list[tuple[list[int], list[bool]]]
+    """The same of each panel for the host: places, and which monitors have their metric."""
 
 
 class Conditions:
@@ -212,6 +252,7 @@ class Conditions:
             place = next(index for index, (_, other) in enumerate(free) if other is monitor)
             order.append(free.pop(place)[0])
         in_order = order == sorted(order)
+        self._order_here = None if in_order else order
         self._order = None if in_order else torch.tensor(order, dtype=torch.int64, device=holds.device)
         self._unordered = holds if in_order else torch.zeros_like(holds)
         sizes = [len(panel.entries) for panel in self._panels]
@@ -221,32 +262,41 @@ class Conditions:
         for panel, entries, held in zip(self._panels, parts, mine, strict=True):
             panel.bind(entries, held)
         self._function_cells = rest.unbind()
+        self._function_cells_here = rest.numpy().data if rest.is_cpu else memoryview(b"")
 
-    def may_hold(self, known: Known) -> bool:
-        """Return False where the host sees, for nothing, that no condition holds in a step with the values `known`."""
-        bounds = self._plan_for(known).bounds
-        shown = None if bounds is None else self._values.look()
-        if bounds is None or shown is None:
-            return True
-        return any(not shown[least] <= shown[place] <= shown[most] for place, least, most in bounds)
+    def decide_here(self, known: Known) -> list[bool]:
+        """Return what `decide` writes, where the host sees the step's values for nothing."""
+        numbers, holds = self._values.look(), []
+        for panel, (places, present) in zip(self._panels, self._plan_for(known).here, strict=True):
+            holds += panel.decide_here([numbers[place] for place in places], present)
+        if self._functions:
+            self._call_functions(known)
+            holds += [bool(cell) for cell in self._function_cells_here]
+        return holds if self._order_here is None else [holds[index] for index in self._order_here]
 
     def decide(self, known: Known) -> None:
         """Write whether the conditions hold in a step that has the values `known`."""
-        places, present, _ = self._plan_for(known)
-        self._values.complete()
-        torch.index_select(self._values.board, 0, places, out=self._entries)
-        for panel, among in zip(self._panels, present, strict=True):
+        self.gather(known)
+        for panel, among in zip(self._panels, self._plan_for(known).present, strict=True):
             panel.decide(among)
         if self._functions:
-            row = self._values.row(known)
-            for monitor, cell in zip(self._functions, self._function_cells, strict=True):
-                assert isinstance(monitor, RowMonitor)
-                if monitor.metrics is None or any(metric in row for metric in monitor.metrics):
-                    cell.copy_(monitor.condition(row))
-                else:
-                    cell.zero_()
+            self._call_functions(known)
         if self._order is not None:
             torch.index_select(self._unordered, 0, self._order, out=self._holds)
+
+    def gather(self, known: Known) -> None:
+        """Bring what a step that has the values `known` is judged by side by side."""
+        self._values.complete()
+        torch.index_select(self._values.board, 0, self._plan_for(known).places, out=self._entries)
+
+    def _call_functions(self, known: Known) -> None:
+        row = self._values.row(known)
+        for monitor, cell in zip(self._functions, self._function_cells, strict=True):
+            assert isinstance(monitor, RowMonitor)
+            if monitor.metrics is None or any(metric in row for metric in monitor.metrics):
+                cell.copy_(monitor.condition(row))
+            else:
+                cell.zero_()
 
     def _plan_for(self, known: Known) -> Plan:
         plan = self._plans.get(known)
@@ -258,20 +308,20 @@ class Conditions:
         found, limit, device = self._values.places(known), self._values.first_limit, self._holds.device
         places: list[int] = []
         masks: list[Tensor | None] = []
-        bounds: list[Bounds] | None = None if self._functions else []
+        here = []
         for panel in self._panels:
+            first = len(places)
             for entry in panel.entries:
                 if isinstance(entry, Tensor):
                     places.append(limit)
                     limit += 1
                 else:
                     places.append(found.get(entry, panel.absent) if isinstance(entry, str) else entry)
-            within = panel.bounds(places[-len(panel.entries) :])
-            bounds = None if bounds is None or within is None else list(dict.fromkeys([*bounds, *within]))
             present = [any(metric in found for metric in monitor.metrics or ()) for monitor in panel.monitors]
             masks.append(None if all(present) else torch.tensor(present, device=device))
+            here.append((places[first:], present))
         places += range(limit, limit + self._num_further)
-        return Plan(torch.tensor(places, dtype=torch.int64, device=device), masks, bounds)
+        return Plan(torch.tensor(places, dtype=torch.int64, device=device), masks, here)
 
     def state(self) -> dict[str, Tensor]:
         """Return what a run that goes on needs to know, by name."""

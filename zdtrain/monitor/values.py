@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from zdtrain.monitor.events import Row
 from zdtrain.monitor.gradients import ToGather
 
-NAN, ZERO, LOWEST, HIGHEST, LEAST, MOST = range(6)
-"""Cells of the board that hold constants: NaN and 0 stand for values that are not there, then come the infinities and
-the extreme finite numbers."""
+NAN, ZERO, LOWEST, HIGHEST = range(4)
+"""Cells of the board that hold constants: NaN and 0 stand for values that are not there, then come the infinities."""
 OWN = ("loss", "grad_norm", "lr")
 Known = tuple[Any, ...]
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
@@ -67,13 +66,12 @@ class StepValues:
         self._scalars = dict(scalars)
         self.names = (*OWN, *self._scalars)  # of the values in `vector`
         metrics = list(dict.fromkeys(metrics))
-        own = MOST + 1
+        own = HIGHEST + 1
         first, self.first_limit = own + len(self.names), own + len(self.names) + len(metrics)
         wide = torch.float32 if device.type == "mps" else torch.float64
         # shape=(constants + names + metrics + limits,)
         self.board = torch.full((self.first_limit + len(limits),), float("nan"), dtype=wide, device=device)
-        most = torch.finfo(wide).max
-        self.board[ZERO:own] = torch.tensor([0.0, -math.inf, math.inf, -most, most], dtype=wide)
+        self.board[ZERO:own] = torch.tensor([0.0, -math.inf, math.inf], dtype=wide)
         self._shown: Any = self.board.numpy().data if visible else None
         self.vector = self.board[own:first]  # shape=(names,), what belongs into a row besides the logged metrics
         cells = self.board.unbind()
@@ -203,10 +201,8 @@ class StepValues:
         if self._filling is not None and self._filling.left[0]:
             torch._foreach_copy_(*self._filling.left)
 
-    def look(self) -> list[float] | None:
-        """Return the numbers that belong on the board; None where the host can't know them for nothing."""
-        if self._shown is None:
-            return None
+    def look(self) -> list[float]:
+        """Return the numbers that belong on the board, where the host sees them for nothing."""
         numbers: list[float] = self._shown.tolist()
         if self._filling is not None:
             for place, number in self._filling.seen:
