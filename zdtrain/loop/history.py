@@ -35,7 +35,7 @@ class Mark:
 
     step: int
     """Number of the step."""
-    counters: list[Any]
+    counters: list[dict[str, Any]]
     """Fields of Lightning's progress counters, those of the schedulers last."""
     scheduled: int
     """Updates of the learning rate so far."""
@@ -64,9 +64,7 @@ class History:
         batches, schedulers = loop.batch_progress, loop.scheduler_progress
         by_hand = loop.manual_optimization.optim_step_progress
         trackers = (batches, optimizer.step, optimizer.zero_grad, by_hand, schedulers)
-        counters = [vars(counter) for tracker in trackers for counter in (tracker.current, tracker.total)]
-        self._counters = [(fields, name) for fields in counters for name in fields]
-        self._num_of_schedulers = sum(map(len, counters[-2:]))
+        self._counters = [vars(counter) for tracker in trackers for counter in (tracker.current, tracker.total)]
         self._updates = vars(schedulers.total)
         self._slots: list[dict[str, Any]] = []  # attributes of each, past nn.Module's machinery; new ones come last
         self._num_results = -1
@@ -119,7 +117,7 @@ class History:
         """Keep the state before the step that follows."""
         mark = Mark(
             step=self._loop._batches_that_stepped,
-            counters=[fields[name] for fields, name in self._counters],
+            counters=[fields.copy() for fields in self._counters],
             scheduled=self._updates["completed"],
             schedule=self._schedule() if self.rates is None else None,
             weights=self._weights(),
@@ -180,8 +178,8 @@ class History:
     def rewind(self, step: int) -> None:
         """Return to the state before `step`."""
         mark = self._marks[self._index(step)]
-        for (fields, name), count in zip(self._counters, mark.counters, strict=True):
-            fields[name] = count
+        for fields, before in zip(self._counters, mark.counters, strict=True):
+            fields.update(before)
         self._loop._batches_that_stepped = mark.step
         self._loop.batch_progress.is_last_batch = False
         self._write_weights(mark.weights)
@@ -207,11 +205,9 @@ class History:
         for other in later:
             other.scheduled -= updates
             other.weights = [weight - part for weight, part in zip_longest(other.weights, share, fillvalue=0)]
-            n = self._num_of_schedulers
-            other.counters[-n:] = [count - updates for count in other.counters[-n:]]
+            _take_from(other.counters[-2:], updates)
         self._write_weights([weight - part for weight, part in zip_longest(now, share, fillvalue=0)])
-        for fields, name in self._counters[-self._num_of_schedulers :]:
-            fields[name] -= updates
+        _take_from(self._counters[-2:], updates)
         if updates:
             self._return_schedule(updates)
 
@@ -235,3 +231,8 @@ class History:
             scheduler.load_state_dict(state)
         self._left = then.options[0].put_back_numbers(self._optimizer, self._left)
         self._left_scheduled -= updates
+
+
+def _take_from(counters: list[dict[str, Any]], count: int) -> None:
+    for fields in counters:
+        fields.update({name: value - count for name, value in fields.items()})

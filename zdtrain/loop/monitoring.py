@@ -149,7 +149,7 @@ class Monitoring:
         """Keep what the host counts, before the first batch of a step; return whether a monitor has ended the run."""
         if not self._has_started:  # only now a resumed loop knows
             self._has_started = True
-            self.guard.gates.step.fill_(self._loop._batches_that_stepped)
+            self.guard.gates.start(self._loop._batches_that_stepped)
             if self._history is not None:
                 self._history.start()
                 if self._history.reason is not None:

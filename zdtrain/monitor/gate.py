@@ -46,7 +46,8 @@ class DeviceGates:
         self._open = torch.zeros(len(timings), dtype=torch.bool, device=device)
         self._timings = list(timings)
         on_host = device.type == "cpu"
-        self._here = [t.numpy().data for t in (self.in_row, self.next_step, self.step)] if on_host else None
+        self._here = [t.numpy().data for t in (self.in_row, self.next_step)] if on_host else None
+        self._step_here = 0
 
     def decide(self, holds: Tensor) -> None:
         """Turn whether each condition holds, shape=(n,), bool, into whether to act, in place."""
@@ -61,22 +62,30 @@ class DeviceGates:
         if self._starts_late or self._pauses:
             self.step.add_(self._one)
 
+    def start(self, step: int) -> None:
+        """Take note of the number of the next step."""
+        self.step.fill_(step)
+        self._step_here = step
+
     def decide_here(self, holds: list[bool]) -> list[bool]:
         """Return what `decide` writes, on a CPU, where the host sees the counts for nothing."""
+        step, acts = self._step_here, list(holds)
+        self._step_here += 1
         if not (self._waits or self._starts_late or self._pauses):
-            return holds
+            return acts
         assert self._here is not None
-        (in_row, next_step, step), acts = self._here, []
-        for i, (held, timing) in enumerate(zip(holds, self._timings, strict=True)):
-            held = held and step[i] >= timing.after_step
+        in_row, next_step = self._here
+        for i, timing in enumerate(self._timings):
+            if not holds[i] or step < timing.after_step:
+                acts[i] = False
+                if in_row[i]:
+                    in_row[i] = 0
+                continue
             if self._waits:
-                in_row[i] = in_row[i] + 1 if held else 0
-                held = in_row[i] >= timing.patience
-            held = held and step[i] >= next_step[i]
-            if held and self._pauses:
-                next_step[i] = step[i] + 1 + timing.cooldown
-            step[i] += 1
-            acts.append(held)
+                in_row[i] += 1
+            acts[i] = (timing.patience == 1 or in_row[i] >= timing.patience) and step >= next_step[i]
+            if acts[i] and self._pauses:
+                next_step[i] = step + 1 + timing.cooldown
         return acts
 
     def state(self) -> dict[str, Tensor]:

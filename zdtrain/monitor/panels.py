@@ -116,6 +116,8 @@ class NonFinitePanel(Panel):
 
     def decide_here(self, entries: Sequence[float], present: Sequence[bool]) -> list[bool]:  # noqa: ARG002
         """See `Panel`."""
+        if all(map(math.isfinite, entries)):
+            return [False] * len(self.monitors)
         finite = [math.isfinite(x) for x in entries]
         return [not all(finite[first : first + self._most]) for first in range(0, len(finite), self._most)]
 
@@ -266,9 +268,9 @@ class Conditions:
 
     def decide_here(self, known: Known) -> list[bool]:
         """Return what `decide` writes, where the host sees the step's values for nothing."""
-        numbers, holds = self._values.look(), []
+        number_at, holds = self._values.look().__getitem__, []
         for panel, (places, present) in zip(self._panels, self._plan_for(known).here, strict=True):
-            holds += panel.decide_here([numbers[place] for place in places], present)
+            holds += panel.decide_here(list(map(number_at, places)), present)
         if self._functions:
             self._call_functions(known)
             holds += [bool(cell) for cell in self._function_cells_here]
