@@ -71,6 +71,11 @@ CASES = {
     "min delta": (lambda then: Plateau("value", patience=2, min_delta=0.5, then=then), [5, 4.8, 4.6, 4.4, 4.3], [2]),
     "spike": (lambda then: Spike("value", min_steps=8, then=then), [1, 2] * 5 + [9, 1, 2, 9, NAN, 1, 20], [10, 13, 16]),
     "function": (lambda then: When(lambda row: row["value"] > row["lr"] * 100, then=then), [0.5, 2, 0.5, 2], [1, 3]),
+    "late function": (
+        lambda then: When(lambda row: row["value"] > 0, after_step=2, patience=2, cooldown=1, then=then),
+        [1] * 8,
+        [3, 5, 7],
+    ),
 }
 
 
@@ -85,6 +90,53 @@ def test_a_monitor_that_informs_hears_of_the_right_steps(case):
 def test_a_monitor_that_acts_does_so_in_the_same_steps_whether_or_not_the_host_sees_them(case, lag):
     make, values, expected = CASES[case]
     assert device_steps_of(make, [float(value) for value in values], lag=lag) == expected
+
+
+class SometimesThere(Values):
+    """Logs one value in every step and another one in some."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx % 3:
+            self.log("other", self.given[-1 - batch_idx])
+        return super().training_step(batch, batch_idx)
+
+
+MIXES = {
+    "skip": lambda: [
+        Spike("value", factor=1.0, min_steps=3, decay=0.5, then="skip"),
+        When(lambda row: row["value"] > 0.0, then="skip", after_step=4, cooldown=2),
+        Threshold("other", above=1.0, below=-1.0, then="skip", patience=2),
+        Plateau("other", patience=2, then="skip", cooldown=1),
+        NonFinite(["other", "loss"], then="skip", stop_after=9),
+    ],
+    "clip": lambda: [
+        Spike("grad_norm", factor=0.5, min_steps=2, clip_norm=0.1, then="clip"),
+        Threshold("grad_norm", above=0.5, then="clip"),
+        Plateau("value", patience=3, mode="max", then="skip"),
+    ],
+    "stop": lambda: [
+        Threshold("value", above=1.0, then="skip", cooldown=3),
+        Plateau("other", patience=12, then="stop", after_step=12),
+    ],
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("mix", MIXES)
+def test_monitors_of_all_kinds_decide_on_the_host_as_on_the_device(mix, accumulate):
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn(45, generator=generator)
+    values[20] = NAN
+    left = []
+    for lag in (None, 2):
+        module = SometimesThere(values.tolist())
+        trainer = run(module, loader(45), monitors=MIXES[mix](), lag=lag, accumulate_grad_batches=accumulate)
+        weights = torch.cat([value.double().flatten() for value in module.state_dict().values()])
+        left.append((trainer.skipped_steps, trainer.global_step, weights))
+    (skipped, steps, weights), (skipped_late, steps_late, weights_late) = left
+    assert (skipped, steps) == (skipped_late, steps_late)
+    assert torch.equal(weights, weights_late)
+    assert 0 < skipped < steps
 
 
 def test_a_lagging_device_changes_nothing_in_what_is_heard():

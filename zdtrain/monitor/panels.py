@@ -264,7 +264,8 @@ class Conditions:
         for panel, entries, held in zip(self._panels, parts, mine, strict=True):
             panel.bind(entries, held)
         self._function_cells = rest.unbind()
-        self._function_cells_here = rest.numpy().data if rest.is_cpu else memoryview(b"")
+        scratch = torch.zeros_like(rest, device="cpu")  # what acts is more than what holds
+        self._cells_here, self._functions_here = scratch.unbind(), scratch.numpy().data
 
     def decide_here(self, known: Known) -> list[bool]:
         """Return what `decide` writes, where the host sees the step's values for nothing."""
@@ -272,8 +273,8 @@ class Conditions:
         for panel, (places, present) in zip(self._panels, self._plan_for(known).here, strict=True):
             holds += panel.decide_here(list(map(number_at, places)), present)
         if self._functions:
-            self._call_functions(known)
-            holds += [bool(cell) for cell in self._function_cells_here]
+            self._call_functions(known, self._cells_here)
+            holds += map(bool, self._functions_here)
         return holds if self._order_here is None else [holds[index] for index in self._order_here]
 
     def decide(self, known: Known) -> None:
@@ -282,7 +283,7 @@ class Conditions:
         for panel, among in zip(self._panels, self._plan_for(known).present, strict=True):
             panel.decide(among)
         if self._functions:
-            self._call_functions(known)
+            self._call_functions(known, self._function_cells)
         if self._order is not None:
             torch.index_select(self._unordered, 0, self._order, out=self._holds)
 
@@ -291,9 +292,9 @@ class Conditions:
         self._values.complete()
         torch.index_select(self._values.board, 0, self._plan_for(known).places, out=self._entries)
 
-    def _call_functions(self, known: Known) -> None:
+    def _call_functions(self, known: Known, cells: Sequence[Tensor]) -> None:
         row = self._values.row(known)
-        for monitor, cell in zip(self._functions, self._function_cells, strict=True):
+        for monitor, cell in zip(self._functions, cells, strict=True):
             assert isinstance(monitor, RowMonitor)
             if monitor.metrics is None or any(metric in row for metric in monitor.metrics):
                 cell.copy_(monitor.condition(row))
