@@ -104,10 +104,10 @@ class SometimesThere(Values):
 MIXES = {
     "skip": lambda: [
         Spike("value", factor=1.0, min_steps=3, decay=0.5, then="skip"),
-        When(lambda row: row["value"] > 0.0, then="skip", after_step=4, cooldown=2),
         Threshold("other", above=1.0, below=-1.0, then="skip", patience=2),
         Plateau("other", patience=2, then="skip", cooldown=1),
-        NonFinite(["other", "loss"], then="skip", stop_after=9),
+        NonFinite(["other", "loss"], then="skip"),
+        When(lambda row: row["value"] > 0.0, then="skip", after_step=4, cooldown=2),
     ],
     "clip": lambda: [
         Spike("grad_norm", factor=0.5, min_steps=2, clip_norm=0.1, then="clip"),
@@ -116,6 +116,7 @@ MIXES = {
     ],
     "stop": lambda: [
         Threshold("value", above=1.0, then="skip", cooldown=3),
+        NonFinite("value", then="skip", stop_after=2),
         Plateau("other", patience=12, then="stop", after_step=12),
     ],
 }
