@@ -54,6 +54,20 @@ class Channels(Heads):
         return super().training_step(batch, batch_idx) + self.convolution(image).square().mean()
 
 
+class Complex(Heads):
+    """Has a complex parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.heads = nn.ModuleList([nn.Linear(8, 3, dtype=torch.complex64), nn.Linear(8, 4, dtype=torch.complex64)])
+        self.trunk = nn.Linear(4, 8, dtype=torch.complex64)
+
+    def training_step(self, batch, batch_idx):
+        out = self.heads[batch_idx % 2](torch.tanh(self.trunk(batch[0].to(torch.complex64))))
+        return (out * self.phase.sum()).abs().square().mean()
+
+
 class Batches(Dataset):
     """Twelve batches."""
 
@@ -74,6 +88,7 @@ MODULES = {
     "large": lambda: Heads(hidden=5000),
     "with a graph": lambda: WithGraph(),
     "channels last": lambda: Channels(),
+    "complex": lambda: Complex(),
 }
 
 

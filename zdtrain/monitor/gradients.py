@@ -23,11 +23,11 @@ class SideBySide:
 
     def __init__(self, gradients: list[Tensor]) -> None:
         sizes = [gradient.numel() for gradient in gradients]
-        self._together = gradients[0].new_empty(sum(sizes))  # shape=(elements,)
+        self._together = gradients[0].new_zeros(sum(sizes))  # shape=(elements,)
         parts = self._together.split(sizes)
         self.cells = [part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True)]
         self._wide = torch.float32 if self._together.dtype in LOW_PRECISION else self._together.dtype
-        self._norm = self._together.new_empty((), dtype=self._wide)
+        self._norm = torch.linalg.vector_norm(self._together, dtype=self._wide)  # shape=(), real
         self._seen = self._norm.numpy().data
 
     def norm(self) -> float:

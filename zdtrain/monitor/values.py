@@ -102,8 +102,10 @@ class StepValues:
                 self._sees_lr = self._shown is not None and _can_see(lr)
                 self._fillings.clear()
         elif lr != self._lr_number or self._lr_tensor is not None:
-            self._lr_tensor, self._lr_number = None, lr
-            self._fillings.clear()
+            if self._lr_tensor is not None:
+                self._lr_tensor = None
+                self._fillings.clear()
+            self._lr_number = lr
             self._lr.fill_(lr)
 
     def keep_lr(self) -> None:
