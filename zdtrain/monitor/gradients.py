@@ -28,7 +28,7 @@ class SideBySide:
         self.cells = [part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True)]
         self._wide = torch.float32 if self._together.dtype in LOW_PRECISION else self._together.dtype
         self._norm = torch.linalg.vector_norm(self._together, dtype=self._wide)  # shape=(), real
-        self._seen = self._norm.numpy().data
+        self._seen: memoryview[float] = self._norm.numpy().data
 
     def norm(self) -> float:
         """Return the L2 norm over what `cells` hold."""
