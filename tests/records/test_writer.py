@@ -82,6 +82,16 @@ def test_a_continued_run_replaces_the_rows_it_trains_again(tmp_path):
     assert [row["step"] for row in superseded] == [6, 7, 8, 9]
 
 
+def test_a_continued_run_took_the_seconds_of_all_its_sessions(tmp_path):
+    write_run(tmp_path, range(3))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    (tmp_path / "summary.json").write_text(json.dumps({**summary, "seconds": 1000.5}))
+    write_run(tmp_path, range(3, 5))
+    continued = load_run(tmp_path).summary
+    assert continued["seconds"] >= 1000.5
+    assert continued["steps_per_second"] > 1, "that of the last session"
+
+
 def test_more_records_after_the_end_are_appended(tmp_path):
     writer = write_run(tmp_path, range(3))
     writer.add(record(3, test=1.0))
@@ -191,7 +201,7 @@ def test_kill_at_random_moments_leaves_readable_folders_that_continue_cleanly(tm
         first_step = max(0, len(run.steps) - 5)
 
 
-@pytest.mark.parametrize(("file", "content"), [("metrics.jsonl", "3\n"), ("epochs.json", "")])
+@pytest.mark.parametrize(("file", "content"), [("metrics.jsonl", "3\n"), ("epochs.json", ""), ("summary.json", "[]")])
 def test_a_folder_whose_files_are_damaged_is_not_continued(tmp_path, file, content):
     RunWriter(tmp_path).close("finished")
     (tmp_path / "metrics.jsonl").touch()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zdtrain.records.encoding import decode_float, dump_document, dump_line
-from zdtrain.records.files import is_epoch_table, is_step_row, read_document, read_rows, read_whole_lines
+from zdtrain.records.files import is_epoch_table, is_mapping, is_step_row, read_document, read_rows, read_whole_lines
 from zdtrain.records.folder import EPOCHS, EVENTS, METRICS, SUMMARY, SUPERSEDED
 from zdtrain.records.lock import FolderLock
 from zdtrain.records.rows import EpochTable, Row, RowMerger, encode_rows, joined
@@ -49,6 +49,7 @@ class RunWriter:
         self._last_step: int | None = None
         self._last_values: dict[str, float] = {}
         self._started = self._last_flush = time.monotonic()
+        self._earlier_seconds = 0.0  # of an earlier run that is continued
         self._last_state = 0.0
         self._broken = False
         self._opened: set[str] = set()
@@ -57,6 +58,7 @@ class RunWriter:
         if self._continues:
             read_rows(folder / METRICS, is_step_row)  # what is damaged is refused now, and not by the first row
             self._keep_device_statistics(read_document(folder / EPOCHS, is_epoch_table, missing=[]))
+            self._earlier_seconds = read_document(folder / SUMMARY, is_mapping, missing={}).get("seconds", 0.0)
 
     def add(self, *records: StepRecord) -> None:
         """Queue `records`; a full or old queue is converted and written."""
@@ -122,7 +124,7 @@ class RunWriter:
         summary = {
             "num_steps": self._num_steps or None,  # unknown where only logger calls were recorded
             "last_step": self._last_step,
-            "seconds": round(seconds, 3),
+            "seconds": round(self._earlier_seconds + seconds, 3),
             "steps_per_second": round(self._num_new_steps / seconds, 3) if self._num_new_steps else None,
             "last_values": self._last_values,
             **self._summary,
