@@ -5,17 +5,20 @@ at a time, in an order that changes. Time is the processor time of the contender
 """
 
 import multiprocessing
-import os
 import random
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 TURN_STEPS = 32
+
+
+class Over(BaseException):
+    """Ends a contender that would go on for ever."""
 
 
 class Turn:
@@ -30,7 +33,8 @@ class Turn:
         self._steps_left -= 1
         if self._steps_left == 0:
             self._connection.send(time.process_time() - self._start)
-            self._connection.recv()
+            if not self._connection.recv():
+                raise Over
             self._steps_left = TURN_STEPS
             self._start = time.process_time()
 
@@ -93,25 +97,23 @@ def measure(contenders: Mapping[str, Contender], *, rounds: int, turns: int, war
             for name, spent in _round(ends, turns).items():
                 seconds[name].append(spent)
     finally:
-        for process in processes:
-            process.kill()
+        for end, process in zip(ends.values(), processes, strict=True):
+            with suppress(OSError):  # it failed
+                end.send(False)
+            process.join()
     base = next(iter(seconds.values()))
     return {name: _cost(spent, base, turns * TURN_STEPS) for name, spent in seconds.items()}
 
 
 def _contend(contender: Contender, connection: Connection) -> None:
-    try:
+    with suppress(Over):
         contender(Turn(connection))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(1)  # the one who waits for its turn sees the end of the pipe
 
 
 def _take_turns(ends: Mapping[str, Connection]) -> dict[str, float]:
     spent = {}
     for name in random.sample(list(ends), len(ends)):  # each leaves the caches to the next one
-        ends[name].send(None)
+        ends[name].send(True)
         spent[name] = ends[name].recv()
     return spent
 
