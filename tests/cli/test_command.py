@@ -197,7 +197,10 @@ def test_a_training_error_is_one_line_that_points_to_the_traceback(here, capsys)
 
 @pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_an_interrupted_run_says_so_and_keeps_its_rows(here, signal, code):
-    command = [sys.executable, "-m", "zdtrain", "fit", "base.yaml", f"--model.fail={signal}"]
+    fit = ["fit", "base.yaml", f"--model.fail={signal}"]
+    # where tests run in the background of a shell, processes ignore Ctrl-C
+    listens = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{listens}; import zdtrain.cli; raise SystemExit(zdtrain.cli.main())", *fit]
     assert subprocess.run(command, capture_output=True, timeout=100, check=False).returncode == code
     (folder,) = find_runs("runs")
     run = load_run(folder)
