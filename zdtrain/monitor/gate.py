@@ -21,8 +21,8 @@ class Timing:
     """First step that may act, counted from 0."""
 
 
-class DeviceGates:
-    """Decides for several conditions at once in tensor operations, inside the step.
+class StepGates:
+    """Decides for several conditions at once, inside the step: in tensor operations, or in numbers that the host sees.
 
     Args:
         timings: The rules of each.

@@ -15,7 +15,7 @@ from zdtrain.monitor.average import WeightAverage
 from zdtrain.monitor.base import Monitor
 from zdtrain.monitor.by_hand import BatchMask, UpdatesByHand
 from zdtrain.monitor.conditions import NonFinite
-from zdtrain.monitor.gate import DeviceGates, Timing
+from zdtrain.monitor.gate import StepGates, Timing
 from zdtrain.monitor.gradients import Gradients, ToGather
 from zdtrain.monitor.masking import Copies, Mask, mask_for
 from zdtrain.monitor.panels import Conditions
@@ -104,7 +104,7 @@ class StepGuard:
             device, logged, scalars, self.conditions.metrics, self.conditions.limits, visible=visible
         )
         self.conditions.bind(self.values, self.acted)
-        self.gates = DeviceGates([verdict.timing for verdict in self.verdicts], device)
+        self.gates = StepGates([verdict.timing for verdict in self.verdicts], device)
         self._shared = SharedVerdicts(len(self.verdicts), device) if several and self.verdicts else None
         self._seen = torch.zeros_like(self.acted)  # what held for an earlier batch of the window
         self.is_quiet = False  # whether the host knows that this step's update is as it would be without monitors
