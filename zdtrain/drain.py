@@ -144,6 +144,15 @@ def pack(values: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([value.detach().reshape(()).to(device=device, dtype=torch.float64) for value in values])
 
 
+def pack_vectors(vectors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return vectors of any dtypes one behind the other on `device`, shape=(n,), float64, as a copy."""
+    sizes = [len(vector) for vector in vectors]
+    packed = torch.empty(sum(sizes), dtype=torch.float64, device=device)
+    if vectors:
+        torch._foreach_copy_(packed.split(sizes), list(vectors))
+    return packed
+
+
 def restore(number: float, dtype: torch.dtype) -> Value:
     """Return the Python number that ``.item()`` would have given for a value of `dtype`."""
     if dtype == torch.bool:

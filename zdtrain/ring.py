@@ -1,54 +1,104 @@
-"""The ring of per-step metric rows: device memory allocated once, written round and round."""
+"""Rows of per-step metrics on their way to those who want every one: kept on the device, or on the host that sees them.
 
-from collections.abc import Sequence
-from typing import Any
+Both kinds take a row as vectors of fixed lengths, `write` by `write`, and hand the rows over in the order of the steps.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from zdtrain.drain import Drain, Value
+
 RING_ROWS = 256
 
+Rows = Tensor | Sequence[Sequence[Value]]
+"""Rows on the device, shape=(rows, columns), dtype=float64, that nobody writes to again; or on the host."""
+Deliver = Callable[[Sequence[Sequence[Value]]], None]
 
-class MetricRing:
-    """Rows of float64 values, each put together from vectors of fixed lengths.
 
-    Args:
-        widths: Lengths of the vectors that make up a row, in order.
-        device: The training device.
-        rows: Rows before the first is written again.
-    """
+class RowKeeper(Protocol):
+    """Keeps rows until they are sent."""
 
-    def __init__(self, widths: Sequence[int], device: torch.device, rows: int = RING_ROWS) -> None:
-        self.rows = rows
-        # shape=(rows, sum(widths)), dtype=float64: float32 and narrower fit exactly
-        self.storage = torch.zeros(rows, sum(widths), dtype=torch.float64, device=device)
-        self._parts = [row.split(list(widths)) for row in self.storage.unbind()]
-        is_on_host = _is_on_host(self.storage)
-        self._arrays = [[part.numpy() for part in row] for row in self._parts] if is_on_host else None
-        self._known: list[Tensor] | None = None
-        self._sources: list[Any] | None = None  # arrays of what is known: copying one costs a third of an operation
-        self._next = 0
-
-    def write(self, parts: list[Tensor]) -> int:
-        """Copy `parts` side by side into the next row; return the row's index.
+    def write(self, parts: list[Tensor]) -> bool:
+        """Keep `parts` side by side as the next row; return whether the rows have to be sent now.
 
         Args:
             parts: The vectors. A list that is handed over again has to hold the same ones.
         """
-        index = self._next
+
+    def send(self, deliver: Deliver) -> Rows:
+        """Send the rows written since the last time to the host, where `deliver` takes them; return them."""
+
+
+class MetricRing:
+    """Rows on the device: memory allocated once, written round and round.
+
+    Args:
+        widths: Lengths of the vectors that make up a row, in order.
+        drain: The way to the host.
+        rows: Rows before the first is written again.
+    """
+
+    def __init__(self, widths: Sequence[int], drain: Drain, rows: int = RING_ROWS) -> None:
+        self._drain = drain
+        # shape=(rows, sum(widths)), dtype=float64: float32 and narrower fit exactly
+        self._storage = torch.zeros(rows, sum(widths), dtype=torch.float64, device=drain.runtime.device)
+        self._parts = [row.split(list(widths)) for row in self._storage.unbind()]
+        self._first = self._next = 0
+
+    def write(self, parts: list[Tensor]) -> bool:
+        """See `RowKeeper`."""
+        torch._foreach_copy_(self._parts[self._next], parts, non_blocking=True)
+        self._next += 1
+        return self._next == len(self._parts)
+
+    def send(self, deliver: Deliver) -> Rows:
+        """See `RowKeeper`; the rows are copied on the device, so that the ring may go on whatever the host does."""
+        rows = self._storage[self._first : self._next].clone()
+        columns = rows.shape[1]
+        self._first = self._next = self._next % len(self._parts)
+
+        def split(numbers: list[Value]) -> None:
+            deliver([numbers[first : first + columns] for first in range(0, len(numbers), columns)])
+
+        self._drain.send(rows.reshape(-1), split)
+        return rows
+
+
+class SeenRows:
+    """Rows whose values the host sees for nothing, kept as numbers."""
+
+    def __init__(self) -> None:
+        self._rows: list[list[Value]] = []
+        self._known: list[Tensor] = []
+        self._looks: list[Any] = []  # what the known parts hold; to look there costs less than any operation
+
+    def write(self, parts: list[Tensor]) -> bool:
+        """See `RowKeeper`."""
         if parts is not self._known:
-            self._known, self._sources = parts, None
-            if self._arrays is not None and all(map(_is_on_host, parts)):
-                self._sources = [part.numpy() for part in parts]
-        if self._arrays is None or self._sources is None:
-            torch._foreach_copy_(self._parts[index], parts, non_blocking=True)
-        else:
-            for array, source in zip(self._arrays[index], self._sources, strict=True):
-                array[:] = source
-        self._next = (index + 1) % self.rows
-        return index
+            self._known, self._looks = parts, [look_at(part) for part in parts]
+        row: list[Value] = []
+        for look in self._looks:
+            row += look.tolist()
+        self._rows.append(row)
+        return False
+
+    def send(self, deliver: Deliver) -> Rows:
+        """See `RowKeeper`."""
+        rows, self._rows = self._rows, []
+        deliver(rows)
+        return rows
 
 
-def _is_on_host(tensor: Tensor) -> bool:
-    """Return whether numpy can look at the memory of `tensor`."""
-    return type(tensor) is Tensor and tensor.is_cpu and tensor.dtype != torch.bfloat16
+def keeper_of_rows(widths: Sequence[int], drain: Drain) -> RowKeeper:
+    """Return what keeps rows of vectors of these lengths."""
+    return SeenRows() if drain.runtime.is_immediate else MetricRing(widths, drain)
+
+
+def look_at(tensor: Tensor) -> Any:
+    """Return a view of the numbers of a float32, float64 or bool tensor in the host's memory; else of a copy."""
+    if tensor.dtype not in (torch.float32, torch.float64, torch.bool):
+        tensor = tensor.double()
+    return tensor.detach().numpy().data

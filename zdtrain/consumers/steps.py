@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zdtrain.drain import Drain, Value
 from zdtrain.records.types import StepTable
-from zdtrain.ring import MetricRing
+from zdtrain.ring import RowKeeper, Rows, keeper_of_rows
 
 CHUNK_ROWS = 64
 CHUNK_SECONDS = 0.5
@@ -57,8 +57,8 @@ class Stamp(NamedTuple):
 class RowWatcher(Protocol):
     """Somebody who looks at all rows before the consumers get them, and decides whether they do."""
 
-    def watch(self, rows: Tensor, layout: RowLayout, stamps: Sequence[Stamp]) -> None:
-        """Look at a chunk of rows on the device, shape=(len(stamps), columns); nobody writes to it again."""
+    def watch(self, rows: Rows, layout: RowLayout, stamps: Sequence[Stamp]) -> None:
+        """Look at a chunk of rows where they are."""
 
     def hear(self, stamps: Sequence[Stamp], layout: RowLayout, rows: Sequence[Sequence[Value]]) -> int:
         """Take in rows that have arrived; return how many of them, from the first on, consumers get."""
@@ -90,8 +90,7 @@ class StepStream:
         self.chunk_rows = chunk_rows
         self.watcher = watcher
         self._layout: RowLayout | None = None
-        self._ring: MetricRing | None = None
-        self._first_row = 0
+        self._rows: RowKeeper | None = None
         self._stamps: list[Stamp] = []
         self._due = 0.0
 
@@ -100,35 +99,26 @@ class StepStream:
         if layout is not self._layout and layout != self._layout:
             self.send()
             self._layout = layout
-            self._ring = MetricRing(layout.widths, parts[0].device)
-        assert self._ring is not None
-        row = self._ring.write(parts)
-        if not self._stamps:
-            self._first_row = row
+            self._rows = keeper_of_rows(layout.widths, self._drain)
+        assert self._rows is not None
+        is_full = self._rows.write(parts)
         self._stamps.append(stamp)
-        if len(self._stamps) >= self.chunk_rows or row == self._ring.rows - 1 or monotonic() >= self._due:
+        if is_full or len(self._stamps) >= self.chunk_rows or monotonic() >= self._due:
             self.send()
 
     def send(self) -> None:
         """Send the rows collected so far on their way to the host."""
         self._due = monotonic() + CHUNK_SECONDS
-        if not self._stamps or self._ring is None or self._layout is None:
+        if not self._stamps or self._rows is None or self._layout is None:
             return
         stamps, self._stamps = self._stamps, []
         layout = self._layout
-        # a copy on the device, so that the ring may go on whatever the host does
-        rows = self._ring.storage[self._first_row : self._first_row + len(stamps)].clone()
-
-        def deliver(numbers: list[Value]) -> None:
-            self._hand_over(stamps, layout, numbers)
-
-        self._drain.send(rows.reshape(-1), deliver)
+        rows = self._rows.send(lambda rows: self._hand_over(stamps, layout, rows))
         if self.watcher is not None:
             self.watcher.watch(rows, layout, stamps)
 
-    def _hand_over(self, stamps: Sequence[Stamp], layout: RowLayout, numbers: Sequence[Value]) -> None:
-        watcher, columns = self.watcher, sum(layout.widths)
-        rows = [numbers[first : first + columns] for first in range(0, len(numbers), columns)]
+    def _hand_over(self, stamps: Sequence[Stamp], layout: RowLayout, rows: Sequence[Sequence[Value]]) -> None:
+        watcher = self.watcher
         count = len(stamps) if watcher is None else watcher.hear(stamps, layout, rows)
         if self._consumers:
             for table in _tables(stamps[:count], layout.names, rows):

@@ -21,7 +21,7 @@ from zdtrain.monitor.masking import Copies, Mask, mask_for
 from zdtrain.monitor.panels import Conditions
 from zdtrain.monitor.shared import SharedVerdicts
 from zdtrain.monitor.statistics import Statistics
-from zdtrain.monitor.values import Known, StepValues
+from zdtrain.monitor.values import Known, SeenValues, StepValues
 from zdtrain.optim.clipping import EPS
 from zdtrain.slots import IDENTITY, SlotBank
 
@@ -61,8 +61,8 @@ class StepGuard:
         statistics: What to keep of the step's values.
         average: Weights to average, if any.
         norm: Measure the gradient norm.
-        visible: The host may look at tensors for nothing, and nothing of a step is recorded to be run again: where it
-            sees that a step gives no reason to act, the step is spared the operations that would say so.
+        visible: The host may look at tensors for nothing, and nothing of a step is recorded to be run again: it judges
+            the step itself, which costs less than the operations that would.
         several: Other processes train on other batches, with the same monitors: what one acts on, all act on.
     """
 
@@ -100,8 +100,8 @@ class StepGuard:
         self.conditions = Conditions(
             [v.monitor for v in self.verdicts], [limit for limit in limits if limit is not None]
         )
-        self.values = StepValues(
-            device, logged, scalars, self.conditions.metrics, self.conditions.limits, visible=visible
+        self.values = (SeenValues if visible else StepValues)(
+            device, logged, scalars, self.conditions.metrics, self.conditions.limits
         )
         self.conditions.bind(self.values, self.acted)
         self.gates = StepGates([verdict.timing for verdict in self.verdicts], device)

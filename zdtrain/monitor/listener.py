@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from itertools import compress
+from itertools import compress, islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -11,45 +11,15 @@ from torch import Tensor
 
 from zdtrain.consumers.steps import RowLayout, Stamp
 from zdtrain.device.base import Runtime
-from zdtrain.drain import Drain, Value
-from zdtrain.monitor.base import Monitor, RowMonitor
-from zdtrain.monitor.conditions import Plateau, Spike
-from zdtrain.monitor.events import MonitorEvent, Row, nearest
-from zdtrain.monitor.followers import Follower, follower_of
-from zdtrain.monitor.gate import HostGate
+from zdtrain.drain import Drain, Value, pack_vectors
+from zdtrain.monitor.base import Monitor
+from zdtrain.monitor.events import MonitorEvent, nearest
 from zdtrain.monitor.guard import Verdict
+from zdtrain.monitor.informing import Columns, Watched
 from zdtrain.monitor.values import OWN, StepValues
+from zdtrain.ring import Rows, look_at
 
 Tell = Callable[[MonitorEvent, Monitor], None]
-
-
-class Watched:
-    """A monitor that informs, and what the host keeps of it.
-
-    Args:
-        monitor: The monitor.
-    """
-
-    def __init__(self, monitor: Monitor) -> None:
-        self.monitor = monitor
-        self.gate = HostGate(monitor.timing)
-        self.follower = follower_of(monitor)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is kept."""
-        return {"gate": self.gate.state_dict(), "memory": self.follower.state_dict() if self.follower else None}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what was kept."""
-        self.gate.load_state_dict(state["gate"])
-        if self.follower is not None:
-            self.follower.load_state_dict(state["memory"])
-
-    def copy(self) -> "Watched":
-        """Return one that goes its own way from here."""
-        other = Watched(self.monitor)
-        other.load_state_dict(self.state_dict())
-        return other
 
 
 class Reading(NamedTuple):
@@ -57,10 +27,8 @@ class Reading(NamedTuple):
 
     key: tuple[RowLayout, list[str], list[tuple[bool, ...]]]
     """The layout, the values of our own that there are, and which columns steps logged."""
-    looks_at: list[list[tuple[str, int]]]
-    """Names and columns of what each monitor looks at."""
-    is_whole: list[bool]
-    """Whether every row holds all of that."""
+    columns: list[Columns]
+    """Where each monitor looks."""
 
 
 class RowListener:
@@ -86,7 +54,8 @@ class RowListener:
         tell: Tell,
         step: int,
     ) -> None:
-        self._watching = [Watched(monitor) for monitor in watching]
+        self._on_host = drain.runtime.is_immediate
+        self._watching = [Watched(monitor, on_host=self._on_host) for monitor in watching]
         self._verdicts = list(verdicts)
         self._parts = [acted, values.vector] if verdicts else [values.vector]
         self._values = values
@@ -104,8 +73,7 @@ class RowListener:
         self._to_tell: list[tuple[MonitorEvent, Monitor]] = []
         self._reading: Reading | None = None
         self._named: tuple[tuple[RowLayout, list[str]], dict[str, int]] | None = None
-        on_host = self._runtime.device.type == "cpu" and self._runtime.is_immediate
-        self._acted_here = acted.numpy() if on_host else None
+        self._acted_here = acted.numpy() if self._on_host else None
 
     def parts(self) -> list[Tensor]:
         """Return what belongs to a row behind the logged metrics."""
@@ -158,24 +126,30 @@ class RowListener:
         for event, monitor in to_tell:
             self._tell(event, monitor)
 
-    def watch(self, rows: Tensor, layout: RowLayout, stamps: Sequence[Stamp]) -> None:
+    def watch(self, rows: Rows, layout: RowLayout, stamps: Sequence[Stamp]) -> None:
         """Evaluate what only informs, on the monitor stream.
 
         Args:
-            rows: Values of some steps, shape=(steps, columns), a copy that nobody writes to again.
+            rows: Values of some steps, where they are.
             layout: What the columns mean.
             stamps: What the host knows of the rows.
         """
         reading = self._read(layout, stamps)
         if not self._watching:
             return
+        if self._on_host:
+            self._inform(self._answers_here(self._ask(rows, reading, stamps)), reading, stamps)
+            return
         self._rows_written.record("train")
         self._rows_written.wait("monitor")
-        with self._runtime.on("monitor"), torch.no_grad():
-            packed = self._answers(rows, reading, stamps)
+        with self._runtime.on("monitor"):
+            asked = self._ask(rows, reading, stamps)
+            packed = pack_vectors([vector for vectors in asked for vector in vectors], self._runtime.device)
+        sizes = [sum(len(vector) for vector in vectors) for vectors in asked]
 
-        def deliver(numbers: list[Value], _alive: Tensor = rows) -> None:
-            self._inform(numbers, reading, stamps)
+        def deliver(numbers: list[Value], _alive: Rows = rows) -> None:
+            arriving = iter(numbers)
+            self._inform([list(islice(arriving, size)) for size in sizes], reading, stamps)
 
         self._drain.send(packed, deliver, stream="monitor")
 
@@ -185,55 +159,32 @@ class RowListener:
         key = (layout, self._values.found, kinds)
         if self._reading is None or self._reading.key != key:
             always = [all(column) for column in zip(*kinds, strict=True)]
-            looks_at = [self._columns(watched.monitor, layout) for watched in self._watching]
-            is_whole = [all(always[c] for _, c in columns if c < len(always)) for columns in looks_at]
-            self._reading = Reading(key, looks_at, is_whole)
+            self._reading = Reading(key, [self._columns(watched.monitor, layout, always) for watched in self._watching])
             for fresh in kinds:
                 for names in (layout.metrics, layout.names):
                     self.seen.update(compress(names, fresh))
             self.seen.update(self._values.found)
         return self._reading
 
-    def _answers(self, rows: Tensor, reading: Reading, stamps: Sequence[Stamp]) -> Tensor:
-        """Return what the host needs of the device: whether a condition holds by row, or what it is compared with."""
-        answers = []
-        for watched, looks_at, is_whole in zip(self._watching, *reading[1:], strict=True):
-            monitor = watched.monitor
-            if isinstance(monitor, RowMonitor):
-                answers.append(_holds(monitor, rows, looks_at, is_whole, stamps))
-            elif isinstance(monitor, Plateau | Spike):
-                answers.append(monitor.limit.reshape(1))
-        sizes = [len(answer) for answer in answers]
-        packed = rows.new_empty(sum(sizes))
-        torch._foreach_copy_(packed.split(sizes), answers)
-        return packed
+    @torch.no_grad()
+    def _ask(self, rows: Rows, reading: Reading, stamps: Sequence[Stamp]) -> list[list[Tensor]]:
+        """Return what the host needs of the device, for each monitor."""
+        table = rows if isinstance(rows, Tensor) else None
+        if table is None and any(watched.asks_for_rows for watched in self._watching):
+            table = torch.tensor(rows, dtype=torch.float64)
+        return [
+            watched.ask(table, columns, stamps)
+            for watched, columns in zip(self._watching, reading.columns, strict=True)
+        ]
 
-    def _inform(self, answers: Sequence[Value], reading: Reading, stamps: Sequence[Stamp]) -> None:
+    def _answers_here(self, asked: Sequence[Sequence[Tensor]]) -> list[list[Value]]:
+        return [[number for vector in vectors for number in look_at(vector).tolist()] for vectors in asked]
+
+    def _inform(self, answers: Sequence[Sequence[Value]], reading: Reading, stamps: Sequence[Stamp]) -> None:
         """Warn and call functions, step by step, about conditions whose outcome has arrived."""
         rows, layout = self._rows.pop(stamps[0].step, ()), reading.key[0]  # those before a stop
-        for index, monitor in self._judge(self._watching, answers, rows, reading, stamps):
+        for index, monitor in _judge(self._watching, answers, rows, reading, stamps):
             self._tell(self._event(monitor.describe(), monitor.action, stamps[index], layout, rows[index]), monitor)
-
-    def _judge(
-        self,
-        watching: Sequence[Watched],
-        answers: Sequence[Value],
-        rows: Sequence[Sequence[Value]],
-        reading: Reading,
-        stamps: Sequence[Stamp],
-    ) -> list[tuple[int, Monitor]]:
-        """Let `watching` take in rows; return which act at which, in the order of the rows."""
-        first, found = 0, []
-        steps = [stamp.step for stamp in stamps[: len(rows)]]
-        for watched, looks_at, is_whole in zip(watching, *reading[1:], strict=True):
-            if watched.follower is None:
-                holds: Sequence[Value] = answers[first : first + len(rows)]
-                first += len(stamps)
-            else:
-                holds = _follow(watched.follower, answers[first], rows, looks_at, is_whole, stamps)
-                first += 1
-            found += [(index, watched.monitor) for index in watched.gate.acting(holds, steps)]
-        return sorted(found, key=itemgetter(0))
 
     def state(self, look: tuple[Tensor, RowLayout, Stamp] | None) -> list[dict[str, Any]]:
         """Return what a run that goes on needs to know of the monitors that inform.
@@ -246,8 +197,9 @@ class RowListener:
             row, layout, stamp = look
             watching = [watched.copy() for watched in watching]
             reading = self._read(layout, [stamp])
-            answers = self._runtime.read(self._answers(row, reading, [stamp])).tolist()
-            self._judge(watching, answers, self._runtime.read(row).tolist(), reading, [stamp])
+            asked = self._ask(row, reading, [stamp])
+            answers = self._answers_here([[self._runtime.read(vector) for vector in vectors] for vectors in asked])
+            _judge(watching, answers, self._runtime.read(row).tolist(), reading, [stamp])
         return [watched.state_dict() for watched in watching]
 
     def load_state(self, state: Sequence[dict[str, Any]]) -> None:
@@ -292,12 +244,18 @@ class RowListener:
                     said.append(f"monitor {monitor.describe()!r}: training_step logged no {metric!r}; {hint}")
         return said
 
-    def _columns(self, monitor: Monitor, layout: RowLayout) -> list[tuple[str, int]]:
-        """Return names and columns of what `monitor` looks at."""
-        names = self._names(layout)
-        if monitor.metrics is None:
-            return list(names.items())
-        return [(metric, names[metric]) for metric in monitor.metrics if metric in names]
+    def _columns(self, monitor: Monitor, layout: RowLayout, always: Sequence[bool]) -> Columns:
+        """Return where `monitor` looks in rows.
+
+        Args:
+            monitor: The monitor.
+            layout: What the columns mean.
+            always: Whether every row holds a column, of those that were logged.
+        """
+        places = self._names(layout)
+        names = [name for name in (places if monitor.metrics is None else monitor.metrics) if name in places]
+        columns = [places[name] for name in names]
+        return Columns(names, columns, all(always[place] for place in columns if place < len(always)))
 
     def _names(self, layout: RowLayout) -> dict[str, int]:
         """Return the column of each value by name; what was logged comes before what is our own."""
@@ -311,35 +269,17 @@ class RowListener:
         return self._named[1]
 
 
-def _holds(
-    monitor: RowMonitor, rows: Tensor, looks_at: list[tuple[str, int]], is_whole: bool, stamps: Sequence[Stamp]
-) -> Tensor:
-    """Return whether the condition of `monitor` holds in each row, shape=(rows,), bool."""
-    columns = [(name, column, rows[:, column]) for name, column in looks_at]
-    if monitor.elementwise and is_whole and columns:
-        return monitor.condition(Row((name, values) for name, _, values in columns))
-    cells = [(name, column, values.unbind()) for name, column, values in columns]
-    never, holds = torch.zeros((), dtype=torch.bool, device=rows.device), []
-    for index, stamp in enumerate(stamps):
-        row = Row((n, values[index]) for n, c, values in cells if c >= len(stamp.fresh) or stamp.fresh[c])
-        holds.append(monitor.condition(row) if row else never)
-    return torch.stack(holds)
-
-
-def _follow(
-    follower: Follower,
-    limit: Value,
+def _judge(
+    watching: Sequence[Watched],
+    answers: Sequence[Sequence[Value]],
     rows: Sequence[Sequence[Value]],
-    looks_at: list[tuple[str, int]],
-    is_whole: bool,
+    reading: Reading,
     stamps: Sequence[Stamp],
-) -> list[bool]:
-    """Let `follower` take in rows; return whether its condition holds in each."""
-    if not looks_at:
-        return [False] * len(rows)
-    _, column = looks_at[0]
-    if is_whole:
-        return follower.decide([row[column] for row in rows], limit)
-    there = [stamp.fresh[column] for stamp in stamps[: len(rows)]]
-    outcomes = iter(follower.decide([row[column] for row in compress(rows, there)], limit))
-    return [is_there and next(outcomes) for is_there in there]
+) -> list[tuple[int, Monitor]]:
+    """Let `watching` take in rows; return which act at which, in the order of the rows."""
+    found = [
+        (index, watched.monitor)
+        for watched, known, columns in zip(watching, answers, reading.columns, strict=True)
+        for index in watched.follow(known, rows, columns, stamps)
+    ]
+    return sorted(found, key=itemgetter(0))

@@ -1,22 +1,23 @@
 """The conditions of all monitors that act, evaluated together: a few vector operations, however many monitors.
 
 Constants are tensors of the dtype that they meet, because a Python number makes an operation cost three times as much.
-Where the host sees the values for nothing, on a CPU, it decides by the same rules in Python numbers, which costs less
-than one operation; running state stays in the same tensors.
+Where the host sees the values for nothing, on a CPU, it decides by the same rules in Python numbers (see `rules.py`),
+which costs less than one operation; running state stays in the same tensors.
 """
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zdtrain.monitor.base import Monitor, RowMonitor
-from zdtrain.monitor.conditions import INF, NonFinite, Plateau, Spike, Threshold
-from zdtrain.monitor.values import HIGHEST, LOWEST, NAN, ZERO, Known, StepValues
+from zdtrain.monitor.conditions import NonFinite, Plateau, Spike, Threshold
+from zdtrain.monitor.rules import MEMORY, Rule, kind_of, limits_of, rule_for, values_at
+from zdtrain.monitor.values import HIGHEST, LOWEST, NAN, ZERO, Known, SeenValues, StepValues
+from zdtrain.ring import look_at
 
 Entry = str | Tensor | int
 """The name of a metric, a limit that metrics are compared with, or a cell of the board that holds a constant."""
@@ -50,19 +51,10 @@ class Panel(ABC):
             present: Which monitors have their metric in this step, shape=(monitors,), bool; None where all have.
         """
 
-    @abstractmethod
-    def decide_here(self, entries: Sequence[float], present: Sequence[bool]) -> list[bool]:
-        """Do what `decide` does, on a CPU, and return what it writes.
-
-        Args:
-            entries: The values of `entries`.
-            present: Which monitors have their metric in this step.
-        """
-
-    @cached_property
-    def _state_here(self) -> dict[str, Any]:
-        """Running state as the host sees it on a CPU."""
-        return {name: values.numpy().data for name, values in self.state.items()}
+    def rules(self) -> list[Rule]:
+        """Return the same conditions for the host, on a CPU, with the same running state."""
+        state = {name: look_at(values) for name, values in self.state.items()}
+        return [rule_for(monitor, state, place) for place, monitor in enumerate(self.monitors)]
 
 
 class ThresholdPanel(Panel):
@@ -85,14 +77,6 @@ class ThresholdPanel(Panel):
         if self._has_below:
             self._holds.logical_or_(torch.lt(self._x, self._below[0]))
 
-    def decide_here(self, entries: Sequence[float], present: Sequence[bool]) -> list[bool]:  # noqa: ARG002
-        """See `Panel`."""
-        n = len(self.monitors)
-        holds = [x > above for x, above in zip(entries, entries[n : 2 * n], strict=False)]
-        if self._has_below:
-            holds = [held or x < below for held, x, below in zip(holds, entries, entries[2 * n :], strict=False)]
-        return holds
-
 
 class NonFinitePanel(Panel):
     """One of up to k metrics is not finite."""
@@ -114,13 +98,6 @@ class NonFinitePanel(Panel):
         gap = self._x - self._x  # 0 where finite, else NaN
         torch.ne(torch.mv(gap, self._ones), self._none, out=self._holds)
 
-    def decide_here(self, entries: Sequence[float], present: Sequence[bool]) -> list[bool]:  # noqa: ARG002
-        """See `Panel`."""
-        if all(map(math.isfinite, entries)):
-            return [False] * len(self.monitors)
-        finite = [math.isfinite(x) for x in entries]
-        return [not all(finite[first : first + self._most]) for first in range(0, len(finite), self._most)]
-
 
 class PlateauPanel(Panel):
     """No improvement."""
@@ -134,27 +111,16 @@ class PlateauPanel(Panel):
         self._x, self._least = entries.split(len(self.monitors))
         self._holds = holds
         self._sign = entries.new_tensor(self._signs)
-        self._best = self.state["best"] = entries.new_full((len(self.monitors),), INF)
+        self.state = _start(Plateau, self._sign)
 
     def decide(self, present: Tensor | None) -> None:
         """See `Panel`."""
-        x = self._x * self._sign
-        better = x < self._best - self._least
-        torch.where(better, x, self._best, out=self._best)
+        x, best = self._x * self._sign, self.state["best"]
+        better = x < best - self._least
+        torch.where(better, x, best, out=best)
         torch.logical_not(better, out=self._holds)
         if present is not None:
             self._holds.logical_and_(present)
-
-    def decide_here(self, entries: Sequence[float], present: Sequence[bool]) -> list[bool]:
-        """See `Panel`."""
-        n, best, holds = len(self.monitors), self._state_here["best"], []
-        for i, sign in enumerate(self._signs):
-            x = entries[i] * sign
-            better = x < best[i] - entries[n + i]
-            if better:
-                best[i] = x
-            holds.append(present[i] and not better)
-        return holds
 
 
 class SpikePanel(Panel):
@@ -171,7 +137,7 @@ class SpikePanel(Panel):
         self._min_steps = entries.new_tensor([monitor.min_steps for monitor in self._spikes])
         self._least_weight = entries.new_tensor([monitor.least_weight for monitor in self._spikes])
         self._one, self._none = torch.ones_like(self._min_steps), torch.zeros_like(self._min_steps)
-        self.state = {name: torch.zeros_like(self._min_steps) for name in ("mean", "variance", "count")}
+        self.state = _start(Spike, self._none)
 
     def decide(self, present: Tensor | None) -> None:
         """See `Panel`."""
@@ -187,23 +153,9 @@ class SpikePanel(Panel):
         mean.add_(shift)
         variance.addcmul_(delta, shift).mul_(self._one - weight)
 
-    def decide_here(self, entries: Sequence[float], present: Sequence[bool]) -> list[bool]:
-        """See `Panel`."""
-        n, holds = len(self.monitors), []
-        mean, variance, count = (self._state_here[name] for name in ("mean", "variance", "count"))
-        for i, monitor in enumerate(self._spikes):
-            x, limit = entries[i], mean[i] + entries[n + i] * math.sqrt(variance[i])
-            spike = x > limit and count[i] >= monitor.min_steps
-            holds.append(spike)
-            if present[i]:
-                delta = (limit if spike else x) - mean[i]
-                delta = delta if math.isfinite(delta) else 0.0
-                count[i] += 1
-                weight = max(1 / count[i], monitor.least_weight)
-                shift = weight * delta
-                mean[i] += shift
-                variance[i] = (variance[i] + delta * shift) * (1 - weight)
-        return holds
+
+def _start(kind: type[Monitor], like: Tensor) -> dict[str, Tensor]:
+    return {name: torch.full_like(like, start) for name, start in MEMORY[kind].items()}
 
 
 class Plan(NamedTuple):
@@ -213,8 +165,10 @@ class Plan(NamedTuple):
     """Where the entries of all panels lie on the board, shape=(entries,), int64."""
     present: list[Tensor | None]
     """For each panel which monitors have their metric, shape=(monitors,), bool; None where all have."""
-    here: list[tuple[list[int], list[bool]]]
-    """The same of each panel for the host: places, and which monitors have their metric."""
+
+
+Look = Callable[[Any], Sequence[float]]
+"""Takes the numbers on the board; returns those that a rule takes."""
 
 
 class Conditions:
@@ -227,18 +181,21 @@ class Conditions:
 
     def __init__(self, monitors: Sequence[Monitor], limits: Sequence[Tensor] = ()) -> None:
         self._monitors = list(monitors)
-        by_kind: dict[Callable[[Any], Panel], list[Monitor]] = {}
+        by_kind: dict[type[Monitor], list[Monitor]] = {}
         for monitor in monitors:
-            kind = _panel_of(monitor)
+            kind = kind_of(monitor)
             if kind is not None:
                 by_kind.setdefault(kind, []).append(monitor)
-        self._panels = [kind(members) for kind, members in by_kind.items()]
-        self._functions = [monitor for monitor in monitors if _panel_of(monitor) is None]
+        self._panels = [_PANELS[kind](members) for kind, members in by_kind.items()]
+        self._functions = [monitor for monitor in monitors if kind_of(monitor) is None]
         entries = [entry for panel in self._panels for entry in panel.entries]
         self.metrics = [entry for entry in entries if isinstance(entry, str)]
         self.limits = [*(entry for entry in entries if isinstance(entry, Tensor)), *limits]
         self._num_further = len(limits)
         self._plans: dict[Known, Plan] = {}
+        self._seen: Any = None  # the numbers on the board, where the host sees them
+        self._rules: list[Rule] = []  # of each monitor, for the host
+        self._plans_here: dict[Known, list[tuple[Rule, Look]]] = {}
 
     def bind(self, values: StepValues, holds: Tensor) -> None:
         """Take note of where the values lie, and of where to write.
@@ -254,7 +211,6 @@ class Conditions:
             place = next(index for index, (_, other) in enumerate(free) if other is monitor)
             order.append(free.pop(place)[0])
         in_order = order == sorted(order)
-        self._order_here = None if in_order else order
         self._order = None if in_order else torch.tensor(order, dtype=torch.int64, device=holds.device)
         self._unordered = holds if in_order else torch.zeros_like(holds)
         sizes = [len(panel.entries) for panel in self._panels]
@@ -264,18 +220,37 @@ class Conditions:
         for panel, entries, held in zip(self._panels, parts, mine, strict=True):
             panel.bind(entries, held)
         self._function_cells = rest.unbind()
-        scratch = torch.zeros_like(rest, device="cpu")  # what acts is more than what holds
-        self._cells_here, self._functions_here = scratch.unbind(), scratch.numpy().data
+        if isinstance(values, SeenValues):
+            self._seen = values.seen
+            scratch = torch.zeros_like(rest)  # what acts is more than what holds
+            self._function_cells = scratch.unbind()
+            rules = [rule for panel in self._panels for rule in panel.rules()]
+            rules += [partial(look_at(scratch).__getitem__, index) for index in range(len(self._functions))]
+            self._rules = [rules[place] for place in order]
 
     def decide_here(self, known: Known) -> list[bool]:
         """Return what `decide` writes, where the host sees the step's values for nothing."""
-        number_at, holds = self._values.look().__getitem__, []
-        for panel, (places, present) in zip(self._panels, self._plan_for(known).here, strict=True):
-            holds += panel.decide_here(list(map(number_at, places)), present)
+        plan = self._plans_here.get(known)
+        if plan is None:
+            plan = self._plans_here[known] = self._plan_here(known)
         if self._functions:
-            self._call_functions(known, self._cells_here)
-            holds += map(bool, self._functions_here)
-        return holds if self._order_here is None else [holds[index] for index in self._order_here]
+            self._call_functions(known)
+        seen = self._seen
+        return [rule(*look(seen)) for rule, look in plan]
+
+    def _plan_here(self, known: Known) -> list[tuple[Rule, Look]]:
+        found, first_limit = self._values.places(known), self._values.first_limit
+        limits = {id(limit): place for place, limit in enumerate(self.limits, first_limit)}
+        plan = []
+        for monitor, rule in zip(self._monitors, self._rules, strict=True):
+            places = [found[metric] for metric in monitor.metrics or () if metric in found]
+            if kind_of(monitor) is None:
+                plan.append((rule, values_at([])))
+            elif places:
+                plan.append((rule, values_at([*places, *(limits[id(limit)] for limit in limits_of(monitor))])))
+            else:
+                plan.append((_does_not_hold, values_at([])))
+        return plan
 
     def decide(self, known: Known) -> None:
         """Write whether the conditions hold in a step that has the values `known`."""
@@ -283,18 +258,17 @@ class Conditions:
         for panel, among in zip(self._panels, self._plan_for(known).present, strict=True):
             panel.decide(among)
         if self._functions:
-            self._call_functions(known, self._function_cells)
+            self._call_functions(known)
         if self._order is not None:
             torch.index_select(self._unordered, 0, self._order, out=self._holds)
 
     def gather(self, known: Known) -> None:
         """Bring what a step that has the values `known` is judged by side by side."""
-        self._values.complete()
         torch.index_select(self._values.board, 0, self._plan_for(known).places, out=self._entries)
 
-    def _call_functions(self, known: Known, cells: Sequence[Tensor]) -> None:
+    def _call_functions(self, known: Known) -> None:
         row = self._values.row(known)
-        for monitor, cell in zip(self._functions, cells, strict=True):
+        for monitor, cell in zip(self._functions, self._function_cells, strict=True):
             assert isinstance(monitor, RowMonitor)
             if monitor.metrics is None or any(metric in row for metric in monitor.metrics):
                 cell.copy_(monitor.condition(row))
@@ -311,9 +285,7 @@ class Conditions:
         found, limit, device = self._values.places(known), self._values.first_limit, self._holds.device
         places: list[int] = []
         masks: list[Tensor | None] = []
-        here = []
         for panel in self._panels:
-            first = len(places)
             for entry in panel.entries:
                 if isinstance(entry, Tensor):
                     places.append(limit)
@@ -322,9 +294,8 @@ class Conditions:
                     places.append(found.get(entry, panel.absent) if isinstance(entry, str) else entry)
             present = [any(metric in found for metric in monitor.metrics or ()) for monitor in panel.monitors]
             masks.append(None if all(present) else torch.tensor(present, device=device))
-            here.append((places[first:], present))
         places += range(limit, limit + self._num_further)
-        return Plan(torch.tensor(places, dtype=torch.int64, device=device), masks, here)
+        return Plan(torch.tensor(places, dtype=torch.int64, device=device), masks)
 
     def state(self) -> dict[str, Tensor]:
         """Return what a run that goes on needs to know, by name."""
@@ -335,7 +306,7 @@ class Conditions:
         return {**self.state(), "entries": self._entries, "unordered": self._unordered}
 
 
-_PANELS: dict[type[Monitor], Callable[[Any], Panel]] = {
+_PANELS: Mapping[type[Monitor], Callable[[Any], Panel]] = {
     Threshold: ThresholdPanel,
     NonFinite: NonFinitePanel,
     Plateau: PlateauPanel,
@@ -343,10 +314,8 @@ _PANELS: dict[type[Monitor], Callable[[Any], Panel]] = {
 }
 
 
-def _panel_of(monitor: Monitor) -> Callable[[Any], Panel] | None:
-    """Return what evaluates `monitor`; None for a function of the row, which a subclass's condition is too."""
-    kinds = (kind for kind in _PANELS if isinstance(monitor, kind))
-    return next((_PANELS[k] for k in kinds if type(monitor) is k or not isinstance(monitor, RowMonitor)), None)
+def _does_not_hold() -> bool:
+    return False
 
 
 def _metrics(monitors: Sequence[Monitor]) -> list[str]:

@@ -1,7 +1,7 @@
 """Where the values of a training step lie on the device, by name."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from zdtrain.monitor.events import Row
 from zdtrain.monitor.gradients import ToGather
+from zdtrain.ring import look_at
 
 NAN, ZERO, LOWEST, HIGHEST = range(4)
 """Cells of the board that hold constants: NaN and 0 stand for values that are not there, then come the infinities."""
@@ -27,13 +28,9 @@ class Filling(NamedTuple):
     logged: Mapping[str, Tensor]
     """What was logged."""
     targets: list[Tensor]
-    """Cells to write, the loss and the norm first where they are to be copied."""
+    """Cells to write, the loss and the norm first."""
     sources: list[Tensor]
     """What to write there behind loss and norm."""
-    left: tuple[list[Tensor], list[Tensor]]
-    """Cells that are written when somebody asks for them, and what belongs there."""
-    seen: list[tuple[int, memoryview]]
-    """The places of these cells, and where the host sees what belongs there."""
 
 
 class StepValues:
@@ -48,7 +45,6 @@ class StepValues:
         scalars: The run's scalars that belong into a row, by name.
         metrics: Names that monitors look at inside the step.
         limits: Limits that they are compared with, 0-D, wherever they are kept.
-        visible: The host may look at tensors for nothing.
     """
 
     def __init__(
@@ -58,8 +54,6 @@ class StepValues:
         scalars: Mapping[str, Tensor],
         metrics: Sequence[str] = (),
         limits: Sequence[Tensor] = (),
-        *,
-        visible: bool = False,
     ) -> None:
         self.device = device
         self._logged = logged
@@ -72,144 +66,83 @@ class StepValues:
         # shape=(constants + names + metrics + limits,)
         self.board = torch.full((self.first_limit + len(limits),), float("nan"), dtype=wide, device=device)
         self.board[ZERO:own] = torch.tensor([0.0, -math.inf, math.inf], dtype=wide)
-        self._shown: Any = self.board.numpy().data if visible else None
         self.vector = self.board[own:first]  # shape=(names,), what belongs into a row besides the logged metrics
-        cells = self.board.unbind()
-        self._loss, self.grad_norm, self._lr = cells[own : own + 3]  # the norm is that before clipping
+        self._cells = self.board.unbind()
         self._own_places = {name: own + index for index, name in enumerate(self.names)}
-        self._norm_place = self._own_places["grad_norm"]
+        self._loss_place, self._norm_place, self._lr_place = (self._own_places[name] for name in OWN)
+        self._loss, self.grad_norm = self._cells[self._loss_place], self._cells[self._norm_place]  # before clipping
         self._places = {name: first + index for index, name in enumerate(metrics)}
-        self._metric_cells = dict(zip(metrics, cells[first : self.first_limit], strict=True))
-        self._scalar_cells, self._limit_cells = list(cells[own + 3 : first]), list(cells[self.first_limit :])
         self._limits = list(limits)
-        self._sees_limits = visible and all(_can_see(limit) for limit in limits)
         self._watches_lr = "lr" in metrics
         self.has_loss = self.has_norm = False
         self._lr_tensor: Tensor | None = None  # the optimizer's own, where it is one
         self._lr_number: Any = None
-        self._sees_lr = False
-        self._lr_address, self._lr_seen, self._lr_kept = 0, memoryview(b""), math.nan
         self._fillings: dict[Known, Filling] = {}  # the last one of its kind
-        self._filling: Filling | None = None  # that of this step
-        self._last_logged = _NOTHING
 
     def take_lr(self, optimizer: Optimizer) -> None:
         """Bring a learning rate that is a Python number to the device; before the step, outside anything captured."""
         lr = optimizer.param_groups[0]["lr"]
         if isinstance(lr, Tensor):
             if lr is not self._lr_tensor:
-                self._lr_tensor, self._lr_address = lr, 0
-                self._sees_lr = self._shown is not None and _can_see(lr)
+                self._lr_tensor = lr
                 self._fillings.clear()
         elif lr != self._lr_number or self._lr_tensor is not None:
             if self._lr_tensor is not None:
                 self._lr_tensor = None
                 self._fillings.clear()
             self._lr_number = lr
-            self._lr.fill_(lr)
+            self._cells[self._lr_place].fill_(lr)
 
     def keep_lr(self) -> None:
         """Keep the learning rate of the update that was made, before a scheduler writes the next one."""
-        lr = self._lr_tensor
-        if lr is None:
-            return
-        if self._sees_lr:
-            if self._lr_address != lr.data_ptr():
-                self._lr_address, self._lr_seen = lr.data_ptr(), _look_at(lr.reshape(1))
-            elif self._lr_seen[0] == self._lr_kept:
-                return
-            self._lr_kept = self._lr_seen[0]
-        self._lr.copy_(lr)
+        if self._lr_tensor is not None:
+            self._cells[self._lr_place].copy_(self._lr_tensor)
 
     def fill(self, loss: Tensor | None, norm: Tensor | ToGather | None, *, ends_window: bool) -> Known:
         """Write the step's values into the board.
 
         Args:
             loss: What training_step returned, 0-D or of one element.
-            norm: Norm of the gradients, 0-D, where it was measured; or gradients to take along and norm here.
+            norm: Norm of the gradients, 0-D, where it was measured; the host may take gradients along and norm them.
             ends_window: The gradients are complete.
 
         Returns:
             Which values there are; the same for all steps that have the same ones.
         """
-        logged = self._logged() if self._metric_cells else _NOTHING
-        is_visible = self._shown is not None and logged is self._last_logged
-        self._last_logged = logged
-        to_gather, measured = (norm, None) if isinstance(norm, ToGather) else (None, norm)
-        key = (loss is not None, norm is not None, measured is not None, ends_window, is_visible)
+        assert not isinstance(norm, ToGather)
+        filling = self._filling(loss, norm, ends_window=ends_window)
+        own = [] if loss is None else [_as_scalar(loss)]
+        if norm is not None:
+            own.append(norm)
+        if filling.targets:
+            torch._foreach_copy_(filling.targets, own + filling.sources)
+        return filling.known
+
+    def _filling(self, loss: Tensor | None, norm: object | None, *, ends_window: bool) -> Filling:
+        logged = self._logged() if self._places else _NOTHING
+        key = (loss is not None, norm is not None, ends_window)
         filling = self._fillings.get(key)
         if filling is None or filling.logged is not logged:
             filling = self._fillings[key] = self._plan(*key, logged)
-        self._filling = filling
-        targets, sources = filling.targets, filling.sources
-        if norm is not None:
-            self.has_norm = True
-        if measured is not None:
-            sources = [measured, *sources]
-        if loss is not None:
-            self.has_loss = True
-            sources = [loss if loss.dim() == 0 else loss.reshape(()), *sources]
-        if to_gather is not None:
-            targets, sources = targets + to_gather.place.cells, sources + to_gather.gradients
-        if sources:
-            torch._foreach_copy_(targets, sources)
-        if to_gather is not None:
-            self._shown[self._norm_place] = to_gather.place.norm()
-        return filling.known
+            self.has_loss, self.has_norm = self.has_loss or key[0], self.has_norm or key[1]
+        return filling
 
-    def _plan(
-        self,
-        has_loss: bool,
-        has_norm: bool,
-        copies_norm: bool,
-        ends_window: bool,
-        is_visible: bool,
-        logged: Mapping[str, Tensor],
-    ) -> Filling:
-        """Return how to fill the board.
+    def _plan(self, has_loss: bool, has_norm: bool, ends_window: bool, logged: Mapping[str, Tensor]) -> Filling:
+        found = dict(self._sources(logged))
+        targets = [self._loss] * has_loss + [self.grad_norm] * has_norm + [self._cells[place] for place in found]
+        names = [name for name in logged if name in self._places]
+        return Filling((has_loss, has_norm, ends_window, *names), logged, targets, list(found.values()))
 
-        Args:
-            has_loss: There is a loss.
-            has_norm: There is a gradient norm.
-            copies_norm: It is copied like the loss.
-            ends_window: See `fill`.
-            is_visible: The host sees what was logged for nothing, where it was in the step before.
-            logged: What was logged.
-        """
-        targets = [self._loss] * has_loss + [self.grad_norm] * copies_norm + self._scalar_cells
-        sources = [*self._scalars.values()]
+    def _sources(self, logged: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Yield the places of what is written besides loss and norm, and where it is found."""
+        for name, scalar in self._scalars.items():
+            yield self._own_places[name], scalar
         if self._watches_lr and self._lr_tensor is not None:
-            targets.append(self._lr)
-            sources.append(self._lr_tensor)
-        names = [name for name in logged if name in self._metric_cells]
-        cells, values = [self._metric_cells[name] for name in names], [logged[name] for name in names]
-        sees_limits = is_visible and self._sees_limits
-        seen = [(self._places[name], _look_at(logged[name])) for name in names] if is_visible else []
-        if sees_limits:
-            seen += [(self.first_limit + index, _look_at(limit)) for index, limit in enumerate(self._limits)]
-        left_cells = cells * is_visible + self._limit_cells * sees_limits
-        left_values = values * is_visible + self._limits * sees_limits
-        return Filling(
-            known=(has_loss, has_norm, ends_window, *names),
-            logged=logged,
-            targets=targets + cells * (not is_visible) + self._limit_cells * (not sees_limits),
-            sources=sources + values * (not is_visible) + self._limits * (not sees_limits),
-            left=(left_cells, left_values),
-            seen=seen,
-        )
-
-    def complete(self) -> None:
-        """Write what `fill` left out, because the host saw it without."""
-        if self._filling is not None and self._filling.left[0]:
-            torch._foreach_copy_(*self._filling.left)
-
-    def look(self) -> list[float]:
-        """Return the numbers that belong on the board, where the host sees them for nothing."""
-        numbers: list[float] = self._shown.tolist()
-        if self._filling is not None:
-            for place, number in self._filling.seen:
-                numbers[place] = number[()]
-        return numbers
+            yield self._lr_place, self._lr_tensor
+        for name, value in logged.items():
+            if name in self._places:
+                yield self._places[name], value
+        yield from enumerate(self._limits, self.first_limit)
 
     @property
     def found(self) -> list[str]:
@@ -234,15 +167,76 @@ class StepValues:
         if has_norm:
             row["grad_norm"] = self.grad_norm
         if ends_window:
-            row["lr"] = self._lr if self._lr_tensor is None else self._lr_tensor
+            row["lr"] = self._cells[self._lr_place] if self._lr_tensor is None else self._lr_tensor
         row.update(self._logged())
         return row
 
 
+class SeenValues(StepValues):
+    """The same where the host sees tensors for nothing: it writes the board without operations, and reads it so."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: Any = self.board.numpy().data  # the numbers on the board
+        self._looks: list[tuple[int, Any]] = []  # where to write what is found where
+        self._unseen: list[tuple[Tensor, Tensor]] = []  # cells, and what is copied there
+        self._looking_for: Filling | None = None
+        self._lr_address = 0
+        self._lr_look: Any = None
+
+    def fill(self, loss: Tensor | None, norm: Tensor | ToGather | None, *, ends_window: bool) -> Known:
+        """See `StepValues`."""
+        filling = self._filling(loss, norm, ends_window=ends_window)
+        if filling is not self._looking_for:
+            self._look_around(filling)
+        seen = self.seen
+        for place, look in self._looks:
+            seen[place] = look[()]
+        for cell, source in self._unseen:
+            cell.copy_(source)
+        if self._watches_lr:
+            self.keep_lr()
+        if isinstance(norm, ToGather):
+            together, gradients = norm.place, norm.gradients
+            if loss is None:
+                torch._foreach_copy_(together.cells, gradients)
+            else:
+                torch._foreach_copy_([self._loss, *together.cells], [_as_scalar(loss), *gradients])
+            seen[self._norm_place] = together.norm()
+            return filling.known
+        if loss is not None:
+            self._loss.copy_(_as_scalar(loss))
+        if norm is not None:
+            self.grad_norm.copy_(norm)
+        return filling.known
+
+    def _look_around(self, filling: Filling) -> None:
+        self._looking_for, self._looks, self._unseen = filling, [], []
+        for place, source in self._sources(filling.logged):
+            if place == self._lr_place:
+                continue  # it may move
+            if _can_see(source):
+                self._looks.append((place, look_at(source)))
+            else:
+                self._unseen.append((self._cells[place], source))
+
+    def keep_lr(self) -> None:
+        """See `StepValues`."""
+        lr = self._lr_tensor
+        if lr is None:
+            return
+        if self._lr_address != lr.data_ptr():
+            self._lr_address, self._lr_look = lr.data_ptr(), look_at(lr.reshape(1)) if _can_see(lr) else None
+        if self._lr_look is None:
+            super().keep_lr()
+        else:
+            self.seen[self._lr_place] = self._lr_look[0]
+
+
+def _as_scalar(loss: Tensor) -> Tensor:
+    return loss if loss.dim() == 0 else loss.reshape(())
+
+
 def _can_see(scalar: Tensor) -> bool:
-    """Return whether the host can look at the memory of `scalar` on a CPU."""
+    """Return whether the host sees the memory of `scalar`, on a CPU."""
     return type(scalar) is Tensor and scalar.is_cpu and scalar.dtype in (torch.float32, torch.float64)
-
-
-def _look_at(scalar: Tensor) -> memoryview:
-    return scalar.detach().numpy().data
