@@ -4,6 +4,8 @@ Both kinds take a row as vectors of fixed lengths, `write` by `write`, and hand 
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import methodcaller
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +18,7 @@ RING_ROWS = 256
 Rows = Tensor | Sequence[Sequence[Value]]
 """Rows on the device, shape=(rows, columns), dtype=float64, that nobody writes to again; or on the host."""
 Deliver = Callable[[Sequence[Sequence[Value]]], None]
+_numbers = methodcaller("tolist")
 
 
 class RowKeeper(Protocol):
@@ -79,10 +82,7 @@ class SeenRows:
         """See `RowKeeper`."""
         if parts is not self._known:
             self._known, self._looks = parts, [look_at(part) for part in parts]
-        row: list[Value] = []
-        for look in self._looks:
-            row += look.tolist()
-        self._rows.append(row)
+        self._rows.append(list(chain.from_iterable(map(_numbers, self._looks))))
         return False
 
     def send(self, deliver: Deliver) -> Rows:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress, pairwise
+from operator import itemgetter
 from time import monotonic
 from typing import NamedTuple, Protocol
 
@@ -130,17 +131,19 @@ class StepStream:
 
 def _tables(stamps: Sequence[Stamp], names: tuple[str, ...], rows: Sequence[Sequence[Value]]) -> Iterator[StepTable]:
     """Yield the values to be shown of steps that show the same ones, together."""
+    names_only = itemgetter(slice(len(names)))
     changes = [i for i, (a, b) in enumerate(pairwise(stamps), 1) if a.present != b.present or a.epoch != b.epoch]
     for first, end in pairwise([0, *changes, len(stamps)]):
         if first == end or True not in stamps[first].present:
             continue
-        some, present = stamps[first:end], stamps[first].present
-        values = [row[: len(names)] for row in rows[first:end]]
+        present = stamps[first].present
+        steps, _, batches, _, _, wall_times = map(list, zip(*stamps[first:end], strict=True))
+        values = list(map(names_only, rows[first:end]))
         yield StepTable(
-            epoch=some[0].epoch,
+            epoch=stamps[first].epoch,
             names=tuple(compress(names, present)),
-            steps=[stamp.step for stamp in some],
-            batches=[stamp.batch_idx for stamp in some],
-            wall_times=[stamp.wall_time for stamp in some],
+            steps=steps,
+            batches=batches,
+            wall_times=wall_times,
             values=[list(compress(row, present)) for row in values] if False in present else values,
         )

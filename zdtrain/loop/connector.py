@@ -64,9 +64,10 @@ class LoggerConnector(_LoggerConnector):
         """Do what `on_batch_end` does, for results that are already at hand."""
         rows, monitoring = self.rows, self.monitoring
         heard = results.training and (rows is not None or monitoring is not None)
-        ends_window = heard and not self.trainer.fit_loop._should_accumulate()
+        fit = self.trainer.fit_loop
+        loop = fit.epoch_loop
+        ends_window = heard and not loop._should_accumulate()
         if rows is not None and ends_window:
-            fit, loop = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
             rows.push(loop._batches_that_stepped, fit.epoch_progress.current.completed, loop.batch_idx)
         results.end_step()
         if monitoring is not None and ends_window:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -17,6 +18,7 @@ from zdtrain.loop.rates import RatesByCount, reason_for_late_schedule, reason_fo
 from zdtrain.step.results import MetricSlot
 
 STEPS = ("last_epoch", "_step_count")  # what torch's schedulers count
+_weight = itemgetter("weight")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,15 +64,15 @@ class History:
         loop = self._loop = trainer.fit_loop.epoch_loop
         optimizer = loop.automatic_optimization.optim_progress.optimizer
         batches, schedulers = loop.batch_progress, loop.scheduler_progress
+        automatic = trainer.lightning_module.automatic_optimization  # else the module steps its schedulers itself
         by_hand = loop.manual_optimization.optim_step_progress
-        trackers = (batches, optimizer.step, optimizer.zero_grad, by_hand, schedulers)
+        trackers = (batches, *((optimizer.step, optimizer.zero_grad) if automatic else (by_hand,)), schedulers)
         self._counters = [vars(counter) for tracker in trackers for counter in (tracker.current, tracker.total)]
         self._updates = vars(schedulers.total)
         self._slots: list[dict[str, Any]] = []  # attributes of each, past nn.Module's machinery; new ones come last
         self._num_results = -1
         configs = trainer.lr_scheduler_configs
         self._schedulers = [config.scheduler for config in configs]
-        automatic = trainer.lightning_module.automatic_optimization  # else the module steps them itself
         following = [c for c in configs if automatic and c.interval == "step" and not c.reduce_on_plateau]
         self._hears_at_once = at_once
         self._marks: deque[Mark] = deque()  # of steps that may have to be taken back
@@ -117,7 +119,7 @@ class History:
         """Keep the state before the step that follows."""
         mark = Mark(
             step=self._loop._batches_that_stepped,
-            counters=[fields.copy() for fields in self._counters],
+            counters=list(map(dict.copy, self._counters)),
             scheduled=self._updates["completed"],
             schedule=self._schedule() if self.rates is None else None,
             weights=self._weights(),
@@ -162,7 +164,7 @@ class History:
         if len(results) != self._num_results:
             self._num_results = len(results)
             self._slots = [metric.__dict__ for metric in results.values() if isinstance(metric, MetricSlot)]
-        return [slot["weight"] for slot in self._slots]
+        return list(map(_weight, self._slots))
 
     def trim(self, heard: int) -> None:
         """Forget what no step behind `heard` may need."""

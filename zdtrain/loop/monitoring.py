@@ -216,7 +216,8 @@ class Monitoring:
             self._flush()
         step = self._loop._batches_that_stepped
         oldest = step - self._max_lag_steps
-        self.lag_steps = max(self.lag_steps, min(step - listener.heard, self._max_lag_steps))
+        if step - listener.heard > self.lag_steps:
+            self.lag_steps = min(step - listener.heard, self._max_lag_steps)
         while listener.heard < oldest and listener.stop is None:
             if not self._drain.wait_for_oldest():
                 self._flush()

@@ -1,8 +1,9 @@
 """Options of an optimizer's parameter groups as they were at some time, and whether somebody wrote them since."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from zdtrain.optim import SimpleAdam
 
 Groups = Sequence[dict[str, Any]]
+_version = attrgetter("_version")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -22,7 +24,7 @@ class Options:
     """Options of each group, the objects themselves."""
     tensors: Sequence[Tensor]
     """Tensors among them."""
-    versions: Sequence[int]
+    versions: list[int]
     """How often each tensor had been written."""
     copies: Sequence[Tensor]
     """What the tensors held; empty where nobody needs it."""
@@ -30,12 +32,10 @@ class Options:
     def are_those_of(self, optimizer: Optimizer) -> bool:
         """Return whether nobody has written an option since."""
         groups = optimizer.param_groups
-        if len(groups) != len(self.groups) or [tensor._version for tensor in self.tensors] != self.versions:
+        if list(map(len, groups)) != list(map(len, self.groups)):
             return False
-        for now, then in zip(groups, self.groups, strict=True):
-            if len(now) != len(then) or not all(map(is_, now.values(), then.values())):
-                return False
-        return True
+        same_objects = all(map(is_, _values_in(groups), _values_in(self.groups)))
+        return same_objects and list(map(_version, self.tensors)) == self.versions
 
     def put_back(self, optimizer: Optimizer) -> None:
         """Give the optimizer these options again."""
@@ -64,6 +64,10 @@ class Options:
                     group[name] = now[name] = value
             groups.append(now)
         return Options(groups=groups, tensors=left.tensors, versions=left.versions, copies=left.copies)
+
+
+def _values_in(groups: Groups) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, groups))
 
 
 def options_of(optimizer: Optimizer, known: Options | None, *, with_copies: bool = True) -> Options:

@@ -49,13 +49,14 @@ class StepRows:
         return torch.cat([part.reshape(-1).to(torch.float64) for part in parts]).unsqueeze(0), self._layout, stamp
 
     def _row(self, step: int, epoch: int, batch_idx: int) -> tuple[list[Tensor], Stamp] | None:
-        self._results.catch_up()
+        if self._results.behind is not None:
+            self._results.catch_up()
         listener = self._listener
         if self._results.layout != self._known:
             self._lay_out()
         if not self._layout.names and listener is None:
             return None
-        cached: list[Tensor | None] = [metric._forward_cache for metric in self._metrics]
+        cached: list[Tensor | None] = [metric._forward_cache for metric in self._metrics] if self._metrics else []
         fresh = self._fresh(cached)
         present = self._shown
         if fresh is not self._all:

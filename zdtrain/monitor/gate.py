@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zdtrain.monitor.numbers import values_at
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
@@ -44,7 +46,10 @@ class StepGates:
         self.next_step = whole([0] * len(timings))  # shape=(n,), end of the cooldown
         self.step = whole([0] * len(timings))  # shape=(n,), number of the step
         self._open = torch.zeros(len(timings), dtype=torch.bool, device=device)
-        self._timings = list(timings)
+        self._timings = list(enumerate(timings))
+        self._timed = [(i, timing) for i, timing in self._timings if timing != Timing()]
+        self._of_others = values_at([i for i, timing in self._timings if timing == Timing()])
+        self._others_held = True  # in the step before, as far as is known
         on_host = device.type == "cpu"
         self._here = [t.numpy().data for t in (self.in_row, self.next_step)] if on_host else None
         self._step_here = 0
@@ -69,13 +74,16 @@ class StepGates:
 
     def decide_here(self, holds: list[bool]) -> list[bool]:
         """Return what `decide` writes, on a CPU, where the host sees the counts for nothing."""
-        step, acts = self._step_here, list(holds)
+        step = self._step_here
         self._step_here += 1
-        if not (self._waits or self._starts_late or self._pauses):
-            return acts
+        if not self._timed:
+            return holds
         assert self._here is not None
-        in_row, next_step = self._here
-        for i, timing in enumerate(self._timings):
+        acts, (in_row, next_step) = list(holds), self._here
+        others_hold = True in self._of_others(holds)
+        timings = self._timings if others_hold or self._others_held else self._timed
+        self._others_held = others_hold
+        for i, timing in timings:
             if not holds[i] or step < timing.after_step:
                 acts[i] = False
                 if in_row[i]:

@@ -1,7 +1,8 @@
 """The gradients of an update and their norm."""
 
 from collections.abc import Sequence
-from operator import is_
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ from torch.optim import Optimizer
 
 from zdtrain.optim.clipping import are_small, total_norm
 from zdtrain.optim.updates import LOW_PRECISION
+
+_grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 
 
 class SideBySide:
@@ -59,18 +62,20 @@ class Gradients:
 
     def of(self, optimizers: Sequence[Optimizer]) -> tuple[list[Tensor], Tensor | ToGather | None]:
         """Return the gradients that the optimizers are going to use, detached, and their norm; None without any."""
-        owners, gradients = [], []
+        parameters: list[Tensor] = []
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    gradient = parameter.grad
-                    if gradient is not None:
-                        owners.append(parameter)
-                        gradients.append(gradient.detach() if gradient.requires_grad else gradient)
-        if not gradients:
-            return gradients, None
-        if self._visible and not (len(owners) == len(self._owners) and all(map(is_, owners, self._owners))):
-            self._owners, self._place = owners, SideBySide(gradients) if _suit(gradients) else None
+                parameters += group["params"]
+        gradients = list(map(_grad, parameters))
+        if any(map(is_, gradients, repeat(None))):
+            parameters = [parameter for parameter in parameters if parameter.grad is not None]
+            gradients = list(map(_grad, parameters))
+            if not gradients:
+                return gradients, None
+        if any(map(_requires_grad, gradients)):
+            gradients = [gradient.detach() for gradient in gradients]
+        if self._visible and not (len(parameters) == len(self._owners) and all(map(is_, parameters, self._owners))):
+            self._owners, self._place = parameters, SideBySide(gradients) if _suit(gradients) else None
         return gradients, total_norm(gradients) if self._place is None else ToGather(gradients, self._place)
 
 

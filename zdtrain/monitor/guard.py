@@ -208,9 +208,11 @@ class StepGuard:
         known = self.values.fill(loss, norm, ends_window=True)
         if self._latched_here is not None:
             self._decide_here(known, self._latched_here)
+            self.is_quiet = 1 not in self._latched_here.tobytes()
         elif self.verdicts:
             self._decide(known, accumulates)
-        self.is_quiet = not self.verdicts or (self._latched_here is not None and not any(self._latched_here))
+        else:
+            self.is_quiet = True
         if self._mask is not None:
             self._mask.lift(self.is_quiet)
         if self._clips and gradients and not self.is_quiet:
@@ -263,11 +265,10 @@ class StepGuard:
         if self._mask is not None:
             self._mask.after()
         self.values.keep_lr()
-        hold = self._held()
-        if self._places and hold is not None:
-            self._module_state.put_back(held(self._places), hold)
+        if self._places and not self.is_quiet:
+            self._module_state.put_back(held(self._places), self.hold)
         if self.average is not None and (self._by_hand is None or self._by_hand.has_stepped):
-            self.average.update(hold)
+            self.average.update(self._held())
 
     def end_step(self) -> None:
         """Take the step's values out of the epoch again, where its update was held back."""

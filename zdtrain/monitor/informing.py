@@ -11,7 +11,7 @@ from zdtrain.drain import Value
 from zdtrain.monitor.base import Monitor, RowMonitor
 from zdtrain.monitor.events import Row
 from zdtrain.monitor.gate import HostGate
-from zdtrain.monitor.rules import MEMORY, Rule, kind_of, limits_of, rule_for, values_at
+from zdtrain.monitor.rules import MEMORY, Rule, kind_of, limits_of, never_holds, rule_for
 
 
 class Columns(NamedTuple):
@@ -74,23 +74,30 @@ class Watched:
         return [_holds(self.monitor, rows, columns, stamps)]
 
     def follow(
-        self, answers: Sequence[Value], rows: Sequence[Sequence[Value]], columns: Columns, stamps: Sequence[Stamp]
+        self, answers: Sequence[Value], table: Sequence[Sequence[Value]], columns: Columns, stamps: Sequence[Stamp]
     ) -> list[int]:
         """Take in rows; return the indices of those to act at.
 
         Args:
-            answers: What `ask` returned.
-            rows: The rows.
+            answers: What `ask` returned, maybe for some more rows.
+            table: The columns of the rows.
             columns: Where it looks.
-            stamps: What the host knows of the rows, and of those behind a stop.
+            stamps: What the host knows of the rows.
         """
         if self._rule is None:
-            holds = answers[: len(rows)]
+            holds = answers[: len(stamps)]
         elif not columns.places:
-            holds = [False] * len(rows)
+            holds = [False] * len(stamps)
+        elif not columns.is_whole:
+            holds = _follow_some(self._rule, answers, table, columns, stamps)
         else:
-            holds = _follow(self._rule, answers, rows, columns, stamps)
-        return self.gate.acting(holds, [stamp.step for stamp in stamps[: len(rows)]])
+            looked_at = [table[place] for place in columns.places]
+            if never_holds(self.monitor, looked_at, answers):
+                holds = [False] * len(stamps)
+            else:
+                rule = self._rule
+                holds = [rule(*values, *answers) for values in zip(*looked_at, strict=True)]
+        return self.gate.acting(holds, [stamp.step for stamp in stamps])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept."""
@@ -121,19 +128,16 @@ def _holds(monitor: RowMonitor, rows: Tensor, columns: Columns, stamps: Sequence
     return torch.stack(holds)
 
 
-def _follow(
+def _follow_some(
     rule: Rule,
     limits: Sequence[Value],
-    rows: Sequence[Sequence[Value]],
+    table: Sequence[Sequence[Value]],
     columns: Columns,
     stamps: Sequence[Stamp],
 ) -> list[bool]:
-    """Let `rule` take in rows; return whether its condition holds in each."""
-    if columns.is_whole:
-        values_of = values_at(columns.places)
-        return [rule(*values_of(row), *limits) for row in rows]
+    """Let `rule` take in the rows that hold what it looks at; return whether its condition holds in each."""
     holds = []
-    for row, stamp in zip(rows, stamps, strict=False):
-        values = [row[place] for _, place in columns.there(stamp)]
+    for index, stamp in enumerate(stamps):
+        values = [table[place][index] for _, place in columns.there(stamp)]
         holds.append(bool(values) and rule(*values, *limits))
     return holds

@@ -99,7 +99,7 @@ class RowListener:
             return 0
         self.heard = stamps[-1].step
         count, first, end = len(rows), len(layout.names), len(layout.names) + len(self._verdicts)
-        if self._verdicts and any(any(row[first:end]) for row in rows):
+        if self._verdicts and any(map(any, islice(zip(*rows, strict=True), first, end))):
             count = self._hear_actions(stamps, layout, rows)
         if self._watching:
             self._rows[stamps[0].step] = rows[:count]
@@ -277,9 +277,12 @@ def _judge(
     stamps: Sequence[Stamp],
 ) -> list[tuple[int, Monitor]]:
     """Let `watching` take in rows; return which act at which, in the order of the rows."""
+    if not rows:
+        return []
+    columns, some = list(zip(*rows, strict=True)), stamps[: len(rows)]
     found = [
         (index, watched.monitor)
-        for watched, known, columns in zip(watching, answers, reading.columns, strict=True)
-        for index in watched.follow(known, rows, columns, stamps)
+        for watched, known, looks_at in zip(watching, answers, reading.columns, strict=True)
+        for index in watched.follow(known, columns, looks_at, some)
     ]
     return sorted(found, key=itemgetter(0))

@@ -94,18 +94,19 @@ class SkipIf:
         self._copies = Copies()
 
     def _rates(self) -> dict[Hashable, Tensor]:
-        if self._optimizer.schedule is None:
-            return {}
         return {f"lr {index}": group["lr"] for index, group in enumerate(self._optimizer.param_groups)}
 
     def before(self) -> None:
         """Keep the learning rates."""
-        self._copies.save(self._rates())
-        self.lift(False)
+        if self._optimizer.schedule is not None:
+            self._copies.save(self._rates())
+        if self._is_lifted:
+            self.lift(False)
 
     def lift(self, is_lifted: bool = True) -> None:
         """See `Mask`."""
-        self._optimizer.skip_if, self._is_lifted = None if is_lifted else self._flag, is_lifted
+        if is_lifted is not self._is_lifted:
+            self._optimizer.skip_if, self._is_lifted = None if is_lifted else self._flag, is_lifted
 
     def after(self) -> None:
         """Put the learning rates back."""

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from zdtrain.monitor.base import Monitor, RowMonitor
 from zdtrain.monitor.conditions import NonFinite, Plateau, Spike, Threshold
-from zdtrain.monitor.rules import MEMORY, Rule, kind_of, limits_of, rule_for, values_at
+from zdtrain.monitor.numbers import values_at
+from zdtrain.monitor.rules import MEMORY, Rule, kind_of, limits_of, rule_for
 from zdtrain.monitor.values import HIGHEST, LOWEST, NAN, ZERO, Known, SeenValues, StepValues
 from zdtrain.ring import look_at
 

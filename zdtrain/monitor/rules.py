@@ -5,7 +5,8 @@ The panels state the same rules in tensor operations, for a device.
 
 import math
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from operator import itemgetter
+from itertools import repeat
+from operator import gt, lt
 from typing import Any
 
 from zdtrain.monitor.base import Monitor, RowMonitor
@@ -96,13 +97,26 @@ def _spike(monitor: Spike, memory: Memory, place: int) -> Rule:
     return is_spike
 
 
+def never_holds(monitor: Monitor, columns: Sequence[Sequence[float]], limits: Sequence[float]) -> bool:
+    """Return whether it shows at once that a condition without a memory holds in none of many steps.
+
+    Args:
+        monitor: The monitor.
+        columns: The values that it looks at, of each metric those of all steps.
+        limits: Its limits.
+    """
+    if isinstance(monitor, NonFinite):
+        return math.isfinite(sum(map(sum, columns)))
+    if not isinstance(monitor, Threshold):
+        return False
+    exceeds = [] if monitor.above is None else [gt]
+    falls_below = [] if monitor.below is None else [lt]
+    sides = zip(exceeds + falls_below, limits, strict=True)
+    return not any(any(map(beyond, columns[0], repeat(limit))) for beyond, limit in sides)
+
+
 def limits_of(monitor: Monitor) -> list[Any]:
     """Return the limits that a rule compares with, 0-D tensors, in the order in which it takes them."""
     if isinstance(monitor, Threshold):
         return [limit for limit in (monitor.above, monitor.below) if limit is not None]
     return [monitor.limit] if isinstance(monitor, Plateau | Spike) else []
-
-
-def values_at(places: Sequence[int]) -> Callable[[Any], Sequence[float]]:
-    """Return what picks the numbers at some places."""
-    return itemgetter(*places) if len(places) > 1 else lambda numbers: [numbers[place] for place in places]

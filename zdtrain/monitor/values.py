@@ -1,7 +1,9 @@
 """Where the values of a training step lie on the device, by name."""
 
 import math
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import methodcaller
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ NAN, ZERO, LOWEST, HIGHEST = range(4)
 OWN = ("loss", "grad_norm", "lr")
 Known = tuple[Any, ...]
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+_number = methodcaller("tolist")
 
 
 class Filling(NamedTuple):
@@ -178,8 +181,9 @@ class SeenValues(StepValues):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.seen: Any = self.board.numpy().data  # the numbers on the board
-        self._looks: list[tuple[int, Any]] = []  # where to write what is found where
-        self._unseen: list[tuple[Tensor, Tensor]] = []  # cells, and what is copied there
+        self._seen_rest = self.seen[self._lr_place + 1 :]  # all but constants and OWN
+        self._looks: list[Any] = []  # where the host finds what belongs there
+        self._unseen: list[tuple[Tensor, Tensor]] = []  # cells, and what has to be copied there
         self._looking_for: Filling | None = None
         self._lr_address = 0
         self._lr_look: Any = None
@@ -189,9 +193,7 @@ class SeenValues(StepValues):
         filling = self._filling(loss, norm, ends_window=ends_window)
         if filling is not self._looking_for:
             self._look_around(filling)
-        seen = self.seen
-        for place, look in self._looks:
-            seen[place] = look[()]
+        self._seen_rest[:] = array("d", map(_number, self._looks))
         for cell, source in self._unseen:
             cell.copy_(source)
         if self._watches_lr:
@@ -202,7 +204,7 @@ class SeenValues(StepValues):
                 torch._foreach_copy_(together.cells, gradients)
             else:
                 torch._foreach_copy_([self._loss, *together.cells], [_as_scalar(loss), *gradients])
-            seen[self._norm_place] = together.norm()
+            self.seen[self._norm_place] = together.norm()
             return filling.known
         if loss is not None:
             self._loss.copy_(_as_scalar(loss))
@@ -211,14 +213,13 @@ class SeenValues(StepValues):
         return filling.known
 
     def _look_around(self, filling: Filling) -> None:
-        self._looking_for, self._looks, self._unseen = filling, [], []
-        for place, source in self._sources(filling.logged):
-            if place == self._lr_place:
-                continue  # it may move
-            if _can_see(source):
-                self._looks.append((place, look_at(source)))
-            else:
-                self._unseen.append((self._cells[place], source))
+        sources = dict(self._sources(filling.logged))
+        sources.pop(self._lr_place, None)  # it may move
+        self._looking_for = filling
+        self._unseen = [(self._cells[place], source) for place, source in sources.items() if not _can_see(source)]
+        seen = {place: look_at(source) for place, source in sources.items() if _can_see(source)}
+        nothing = look_at(self._cells[NAN])
+        self._looks = [seen.get(place, nothing) for place in range(self._lr_place + 1, len(self.board))]
 
     def keep_lr(self) -> None:
         """See `StepValues`."""

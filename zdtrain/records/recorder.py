@@ -255,7 +255,7 @@ class RunRecorder(Logger):
             status = "finished"
         elif status == "failed" and isinstance(sys.exc_info()[1], KeyboardInterrupt):
             status = "interrupted"
-        self._writer.summarize(read_back_lag_seconds=round(self._lag_seconds, 3))
+        self._writer.summarize(read_back_lag_seconds=round(self._lag_seconds, 6))
         self._writer.close(status)
 
     @property

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from itertools import chain, groupby, repeat
+from operator import mul, sub
 from typing import Any
 
 from zdtrain.records.encoding import dump_line
@@ -39,8 +40,7 @@ def joined(tables: Iterable[StepTable]) -> Iterator[StepTable]:
 def encode_rows(table: StepTable) -> list[str]:
     """Return rows as lines of strict JSON without line ends."""
     epoch, names = table.epoch, table.names
-    wall_times = [round(wall_time, 6) for wall_time in table.wall_times]
-    rows = zip(table.steps, table.batches, wall_times, table.values, strict=True)
+    rows = zip(table.steps, table.batches, table.wall_times, table.values, strict=True)
     numbers = [*chain(*table.values)]
     if epoch is None or set(map(type, numbers)) != {float} or not math.isfinite(sum(numbers)):
         return [
@@ -49,14 +49,14 @@ def encode_rows(table: StepTable) -> list[str]:
                     "step": step,
                     "epoch": epoch,
                     "batch_idx": batch_idx,
-                    "wall_time": wall_time,
+                    "wall_time": round(wall_time, 6),
                     "values": dict(zip(names, values, strict=True)),
                 }
             )
             for step, batch_idx, wall_time, values in rows
         ]
     shown = ", ".join([dump_line(name).replace("%", "%%") + ": %r" for name in names])
-    line = f'{{"step": %d, "epoch": {epoch}, "batch_idx": %s, "wall_time": %r, "values": {{{shown}}}}}'
+    line = f'{{"step": %d, "epoch": {epoch}, "batch_idx": %s, "wall_time": %.6f, "values": {{{shown}}}}}'
     return [
         line % (step, "null" if batch_idx is None else batch_idx, wall_time, *values)
         for step, batch_idx, wall_time, values in rows
@@ -160,9 +160,9 @@ class MetricStatistics:
                 self.update(value)
             return
         mean = total / n
-        deviations = [value - mean for value in values]
+        deviations = list(map(sub, values, repeat(mean)))
         delta, count = mean - self.mean, self.count + n
-        self.m2 += sum([d * d for d in deviations]) + delta * delta * (self.count * n / count)
+        self.m2 += sum(map(mul, deviations, deviations)) + delta * delta * (self.count * n / count)
         self.mean += delta * (n / count)
         self.count = count
         self.minimum, self.maximum = min(self.minimum, min(values)), max(self.maximum, max(values))
