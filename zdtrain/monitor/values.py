@@ -193,7 +193,8 @@ class SeenValues(StepValues):
         filling = self._filling(loss, norm, ends_window=ends_window)
         if filling is not self._looking_for:
             self._look_around(filling)
-        self._seen_rest[:] = array("d", map(_number, self._looks))
+        if self._looks:
+            self._seen_rest[:] = array("d", map(_number, self._looks))
         for cell, source in self._unseen:
             cell.copy_(source)
         if self._watches_lr:
