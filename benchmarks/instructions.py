@@ -1,8 +1,8 @@
 """What monitors and records add to a step in processor instructions, which no other load on the machine changes.
 
 The contenders of `monitors.py`, each in a process of its own under valgrind, which has to be installed. It counts the
-instructions of 600 steps, that is of two writes of the recorder. Memory is as far away as it likes here, and the clock
-goes slower, as the steps do; the cyclic garbage collector looks at what the steps make, not at what was imported.
+instructions of 600 steps, that is of two writes of the recorder; the clock goes slower, as the steps do. That is not
+time: how far away memory is, and how well the processor guesses, does not show.
 
     python -m benchmarks.instructions [--only NAME ...] [--out benchmarks/results/instructions.json]
 """
@@ -28,6 +28,7 @@ from benchmarks.monitors import CONTENDERS, OPTIMIZERS, Eight, fit
 from benchmarks.step_overhead import Batches
 from zdtrain.quiet import quiet
 
+NAMES = [name for name, make_options in CONTENDERS.items() if "capture" not in make_options()]  # else it compiles
 WARM_UP, STEPS = 320, 600
 SLOWER = 100  # than without valgrind, about
 
@@ -81,7 +82,7 @@ def instructions_per_step(name: str, optimizer: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), help="contenders")
+    parser.add_argument("--only", nargs="*", default=NAMES, choices=NAMES, help="contenders")
     parser.add_argument("--optimizer", default="SimpleAdam", choices=list(OPTIMIZERS))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/instructions.json"))
     parser.add_argument("--contend", nargs=2, help=argparse.SUPPRESS)
@@ -90,13 +91,11 @@ def main() -> None:
         contend(*options.contend)
         return
     result: dict[str, Any] = {}
-    for name in [name for name in CONTENDERS if name == "bare" or name in options.only]:
+    for name in [name for name in NAMES if name == "bare" or name in options.only]:
         count = instructions_per_step(name, options.optimizer)
-        result[name] = {
-            "instructions_per_step": round(count),
-            "ratio": count / result.get("bare", {}).get("instructions_per_step", count),
-        }
-        print(f"{name:30} {count:12.0f} {result[name]['ratio']:7.3f}", flush=True)
+        ratio = count / result["bare"]["instructions_per_step"] if result else 1.0
+        result[name] = {"instructions_per_step": round(count), "ratio": ratio}
+        print(f"{name:30} {count:12.0f} {ratio:7.3f}", flush=True)
     save(options.out, {"steps": STEPS, "optimizer": options.optimizer, "result": result})
 
 
