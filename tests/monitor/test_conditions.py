@@ -64,6 +64,8 @@ CASES = {
         [5, 7],
     ),
     "after": (lambda then: Threshold("value", above=0, after_step=3, then=then), [1] * 5, [3, 4]),
+    "never": (lambda then: Threshold("value", above=2.0, below=-2.0, then=then), [1, NAN, 2, -2, 0], []),
+    "never infinite": (lambda then: NonFinite(["value", "loss"], then=then), [1e38, 3e38, 3e38, -3e38], []),
     "not finite": (lambda then: NonFinite("value", then=then), [0, NAN, INF, 1e38, -INF], [1, 2, 4]),
     "one of two": (lambda then: NonFinite(["value", "train_loss", "first"], then=then), [0, NAN, 1], [1]),
     "plateau": (lambda then: Plateau("value", patience=3, then=then), [5, 4, 4, 4, 4, 3, 3, 3, 3, 3, 3, 3], [4, 8]),

@@ -1,6 +1,7 @@
 import json
 import math
 import statistics
+from array import array
 from dataclasses import asdict
 
 import pytest
@@ -110,6 +111,16 @@ def test_rows_that_are_alike_are_encoded_as_one_by_one(values, name, epoch):
     encoded = [line for table in joined(row.as_table() for row in rows) for line in encode_rows(table)]
     expected = [dump_line({**asdict(row), "wall_time": round(row.wall_time, 6)}) for row in rows]
     assert list(map(json.loads, encoded)) == list(map(json.loads, expected))
+
+
+def test_values_are_read_back_as_they_were_whatever_they_are_an_exact_copy_of():
+    in_float32 = array("f", [0.1, -2 / 3, 1e-30, 3e38]).tolist()
+    for values in (in_float32, [*in_float32, 3.0], [*in_float32, 0.1], [0.5, 1e300]):
+        names = tuple(f"{index}" for index in range(len(values)))
+        (line,) = encode_rows(StepTable(0, names, [0], [0], [0.25], [values]))
+        read = list(json.loads(line)["values"].values())
+        assert read == values
+        assert set(map(type, read)) == {float}
 
 
 def test_epochs_are_kept_apart():
