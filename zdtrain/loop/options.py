@@ -1,9 +1,8 @@
 """Options of an optimizer's parameter groups as they were at some time, and whether somebody wrote them since."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +21,8 @@ class Options:
 
     groups: Groups
     """Options of each group, the objects themselves."""
+    identities: list[list[int]]
+    """Who they are."""
     tensors: Sequence[Tensor]
     """Tensors among them."""
     versions: list[int]
@@ -31,11 +32,9 @@ class Options:
 
     def are_those_of(self, optimizer: Optimizer) -> bool:
         """Return whether nobody has written an option since."""
-        groups = optimizer.param_groups
-        if list(map(len, groups)) != list(map(len, self.groups)):
-            return False
-        same_objects = all(map(is_, _values_in(groups), _values_in(self.groups)))
-        return same_objects and list(map(_version, self.tensors)) == self.versions
+        return _identities(optimizer.param_groups) == self.identities and (
+            list(map(_version, self.tensors)) == self.versions
+        )
 
     def put_back(self, optimizer: Optimizer) -> None:
         """Give the optimizer these options again."""
@@ -63,11 +62,18 @@ class Options:
                 if name in before and group.get(name) is before[name] is not value:
                     group[name] = now[name] = value
             groups.append(now)
-        return Options(groups=groups, tensors=left.tensors, versions=left.versions, copies=left.copies)
+        return Options(
+            groups=groups,
+            identities=_identities(groups),
+            tensors=left.tensors,
+            versions=left.versions,
+            copies=left.copies,
+        )
 
 
-def _values_in(groups: Groups) -> Iterator[Any]:
-    return chain.from_iterable(map(dict.values, groups))
+def _identities(groups: Groups) -> list[list[int]]:
+    """Return which objects the groups hold, for as long as somebody keeps them."""
+    return [list(map(id, group.values())) for group in groups]
 
 
 def options_of(optimizer: Optimizer, known: Options | None, *, with_copies: bool = True) -> Options:
@@ -87,6 +93,7 @@ def options_of(optimizer: Optimizer, known: Options | None, *, with_copies: bool
         tensors = [leaf for leaf in tree_leaves(options) if isinstance(leaf, Tensor)]
     return Options(
         groups=groups,
+        identities=_identities(groups),
         tensors=tensors,
         versions=[tensor._version for tensor in tensors],
         copies=[tensor.detach().clone() for tensor in tensors] if with_copies else (),
