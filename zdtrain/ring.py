@@ -1,9 +1,9 @@
-"""Rows of per-step metrics on their way to those who want every one: kept on the device, or on the host that sees them.
+"""Rows of per-step metrics, kept until they are sent: on the device, or as numbers on the host that sees them.
 
-Both kinds take a row as vectors of fixed lengths, `write` by `write`, and hand the rows over in the order of the steps.
+Both kinds take a row as vectors of fixed lengths and give the rows away in the order of the steps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import methodcaller
 from typing import Any, Protocol
@@ -11,13 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zdtrain.drain import Drain, Value
-
 RING_ROWS = 256
 
-Rows = Tensor | Sequence[Sequence[Value]]
+Rows = Tensor | list[list[float]]
 """Rows on the device, shape=(rows, columns), dtype=float64, that nobody writes to again; or on the host."""
-Deliver = Callable[[Sequence[Sequence[Value]]], None]
 _numbers = methodcaller("tolist")
 
 
@@ -25,14 +22,14 @@ class RowKeeper(Protocol):
     """Keeps rows until they are sent."""
 
     def write(self, parts: list[Tensor]) -> bool:
-        """Keep `parts` side by side as the next row; return whether the rows have to be sent now.
+        """Keep `parts` side by side as the next row; return whether the rows have to be taken now.
 
         Args:
             parts: The vectors. A list that is handed over again has to hold the same ones.
         """
 
-    def send(self, deliver: Deliver) -> Rows:
-        """Send the rows written since the last time to the host, where `deliver` takes them; return them."""
+    def take(self) -> Rows:
+        """Return the rows written since the last time."""
 
 
 class MetricRing:
@@ -40,14 +37,13 @@ class MetricRing:
 
     Args:
         widths: Lengths of the vectors that make up a row, in order.
-        drain: The way to the host.
+        device: The training device.
         rows: Rows before the first is written again.
     """
 
-    def __init__(self, widths: Sequence[int], drain: Drain, rows: int = RING_ROWS) -> None:
-        self._drain = drain
+    def __init__(self, widths: Sequence[int], device: torch.device, rows: int = RING_ROWS) -> None:
         # shape=(rows, sum(widths)), dtype=float64: float32 and narrower fit exactly
-        self._storage = torch.zeros(rows, sum(widths), dtype=torch.float64, device=drain.runtime.device)
+        self._storage = torch.zeros(rows, sum(widths), dtype=torch.float64, device=device)
         self._parts = [row.split(list(widths)) for row in self._storage.unbind()]
         self._first = self._next = 0
 
@@ -57,16 +53,10 @@ class MetricRing:
         self._next += 1
         return self._next == len(self._parts)
 
-    def send(self, deliver: Deliver) -> Rows:
-        """See `RowKeeper`; the rows are copied on the device, so that the ring may go on whatever the host does."""
+    def take(self) -> Tensor:
+        """See `RowKeeper`; a copy on the device, so that the ring may go on whatever the host does."""
         rows = self._storage[self._first : self._next].clone()
-        columns = rows.shape[1]
         self._first = self._next = self._next % len(self._parts)
-
-        def split(numbers: list[Value]) -> None:
-            deliver([numbers[first : first + columns] for first in range(0, len(numbers), columns)])
-
-        self._drain.send(rows.reshape(-1), split)
         return rows
 
 
@@ -74,7 +64,7 @@ class SeenRows:
     """Rows whose values the host sees for nothing, kept as numbers."""
 
     def __init__(self) -> None:
-        self._rows: list[list[Value]] = []
+        self._rows: list[list[float]] = []
         self._known: list[Tensor] = []
         self._looks: list[Any] = []  # what the known parts hold; to look there costs less than any operation
 
@@ -85,16 +75,10 @@ class SeenRows:
         self._rows.append(list(chain.from_iterable(map(_numbers, self._looks))))
         return False
 
-    def send(self, deliver: Deliver) -> Rows:
+    def take(self) -> list[list[float]]:
         """See `RowKeeper`."""
         rows, self._rows = self._rows, []
-        deliver(rows)
         return rows
-
-
-def keeper_of_rows(widths: Sequence[int], drain: Drain) -> RowKeeper:
-    """Return what keeps rows of vectors of these lengths."""
-    return SeenRows() if drain.runtime.is_immediate else MetricRing(widths, drain)
 
 
 def look_at(tensor: Tensor) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zdtrain.drain import Drain, Value
 from zdtrain.records.types import StepTable
-from zdtrain.ring import RowKeeper, Rows, keeper_of_rows
+from zdtrain.ring import MetricRing, RowKeeper, Rows, SeenRows
 
 CHUNK_ROWS = 64
 CHUNK_SECONDS = 0.5
@@ -100,7 +100,8 @@ class StepStream:
         if layout is not self._layout and layout != self._layout:
             self.send()
             self._layout = layout
-            self._rows = keeper_of_rows(layout.widths, self._drain)
+            runtime = self._drain.runtime
+            self._rows = SeenRows() if runtime.is_immediate else MetricRing(layout.widths, runtime.device)
         assert self._rows is not None
         is_full = self._rows.write(parts)
         self._stamps.append(stamp)
@@ -114,7 +115,17 @@ class StepStream:
             return
         stamps, self._stamps = self._stamps, []
         layout = self._layout
-        rows = self._rows.send(lambda rows: self._hand_over(stamps, layout, rows))
+        rows = self._rows.take()
+        if isinstance(rows, Tensor):
+            columns = rows.shape[1]
+
+            def deliver(numbers: list[Value]) -> None:
+                firsts = range(0, len(numbers), columns)
+                self._hand_over(stamps, layout, [numbers[first : first + columns] for first in firsts])
+
+            self._drain.send(rows.reshape(-1), deliver)
+        else:
+            self._hand_over(stamps, layout, rows)
         if self.watcher is not None:
             self.watcher.watch(rows, layout, stamps)
 
