@@ -124,7 +124,6 @@ class EpochLoop(_TrainingEpochLoop):
         connector: LoggerConnector = self.trainer._logger_connector
         connector.start_step(self.results, batch)
         last = self._num_ready_batches_reached()
-        accumulates = self._should_accumulate()
         outputs: Any = None
         stop = False
         if batch is None:
@@ -137,11 +136,11 @@ class EpochLoop(_TrainingEpochLoop):
                 progress.increment_started()
                 if monitoring is not None:
                     monitoring.keep_batch(batch, batch_idx)
-                outputs = plan.run(batch, batch_idx, accumulates)
+                outputs = plan.run(batch, batch_idx, self._should_accumulate())
         progress.increment_processed()
         if plan.step_schedulers:
             self._step_schedulers(plan)
-        if monitoring is not None and not stop and not accumulates:
+        if monitoring is not None and not stop and not self._should_accumulate():
             monitoring.ran_step()
         if (last or stop) and plan.epoch_schedulers:
             self._step_epoch_schedulers()
