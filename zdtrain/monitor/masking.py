@@ -100,8 +100,7 @@ class SkipIf:
         """Keep the learning rates."""
         if self._optimizer.schedule is not None:
             self._copies.save(self._rates())
-        if self._is_lifted:
-            self.lift(False)
+        self.lift(False)
 
     def lift(self, is_lifted: bool = True) -> None:
         """See `Mask`."""
