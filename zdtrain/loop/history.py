@@ -61,6 +61,7 @@ class History:
 
     def __init__(self, trainer: Trainer, *, at_once: bool, late: tuple[Tensor, int] | None = None) -> None:
         self._trainer = trainer
+        self._strategy = trainer.strategy
         loop = self._loop = trainer.fit_loop.epoch_loop
         optimizer = loop.automatic_optimization.optim_progress.optimizer
         batches, schedulers = loop.batch_progress, loop.scheduler_progress
@@ -131,12 +132,12 @@ class History:
         self._marks.append(mark)
 
     def _schedule(self) -> Schedule:
-        optimizers, read, with_copies = self._trainer.strategy._optimizers, self._read, self.rates is None
-        is_same = len(read) == len(optimizers) and all(map(Options.are_those_of, read, optimizers))
-        if self._fixed is None or not is_same:
+        optimizers, read = self._strategy._optimizers, self._read
+        if len(read) != len(optimizers) or not all(map(Options.are_those_of, read, optimizers)):
             known = zip_longest(optimizers, read[: len(optimizers)])
-            self._read = [options_of(optimizer, options, with_copies=with_copies) for optimizer, options in known]
-        if self._fixed is None or not is_same or self._schedulers:
+            self._read = [options_of(o, options, with_copies=self.rates is None) for o, options in known]
+            self._fixed = None
+        if self._fixed is None or self._schedulers:
             states = [scheduler.state_dict() for scheduler in self._schedulers]
             self._fixed = Schedule(schedulers=states, options=self._read)
         return self._fixed

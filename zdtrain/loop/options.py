@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor
@@ -21,8 +21,6 @@ class Options:
 
     groups: Groups
     """Options of each group, the objects themselves."""
-    identities: list[list[int]]
-    """Who they are."""
     tensors: Sequence[Tensor]
     """Tensors among them."""
     versions: list[int]
@@ -32,9 +30,10 @@ class Options:
 
     def are_those_of(self, optimizer: Optimizer) -> bool:
         """Return whether nobody has written an option since."""
-        return _identities(optimizer.param_groups) == self.identities and (
-            list(map(_version, self.tensors)) == self.versions
-        )
+        groups = optimizer.param_groups
+        if len(groups) != len(self.groups) or not all(map(_holds_the_same, groups, self.groups)):
+            return False
+        return list(map(_version, self.tensors)) == self.versions
 
     def put_back(self, optimizer: Optimizer) -> None:
         """Give the optimizer these options again."""
@@ -62,18 +61,12 @@ class Options:
                 if name in before and group.get(name) is before[name] is not value:
                     group[name] = now[name] = value
             groups.append(now)
-        return Options(
-            groups=groups,
-            identities=_identities(groups),
-            tensors=left.tensors,
-            versions=left.versions,
-            copies=left.copies,
-        )
+        return Options(groups=groups, tensors=left.tensors, versions=left.versions, copies=left.copies)
 
 
-def _identities(groups: Groups) -> list[list[int]]:
-    """Return which objects the groups hold, for as long as somebody keeps them."""
-    return [list(map(id, group.values())) for group in groups]
+def _holds_the_same(group: dict[str, Any], then: dict[str, Any]) -> bool:
+    """Return whether the options are the same objects, in the same order."""
+    return len(group) == len(then) and all(map(is_, group.values(), then.values()))
 
 
 def options_of(optimizer: Optimizer, known: Options | None, *, with_copies: bool = True) -> Options:
@@ -93,7 +86,6 @@ def options_of(optimizer: Optimizer, known: Options | None, *, with_copies: bool
         tensors = [leaf for leaf in tree_leaves(options) if isinstance(leaf, Tensor)]
     return Options(
         groups=groups,
-        identities=_identities(groups),
         tensors=tensors,
         versions=[tensor._version for tensor in tensors],
         copies=[tensor.detach().clone() for tensor in tensors] if with_copies else (),

@@ -110,15 +110,14 @@ class BatchMask:
     @torch.no_grad()
     def before(self) -> None:
         """Copy what the batch may change."""
-        self._is_lifted = False
         self._had_gradient = {p for p in self._parameters() if p.grad is not None}
         self._groups = [dict(group) for group in self._live_groups()]
         self._schedules = [scheduler.state_dict() for scheduler in self._schedulers]
         self._moves = self._count_moves()
         self._copies.save(self._live())
 
-    def lift(self, is_lifted: bool = True) -> None:
-        """Let what the batch did stand: the flag is known not to be set; False takes that back."""
+    def lift(self, is_lifted: bool) -> None:
+        """Say if what the batch did certainly stands, because the flag is known not to be set."""
         self._is_lifted = is_lifted
 
     @torch.no_grad()

@@ -23,6 +23,7 @@ from zdtrain.monitor.shared import SharedVerdicts
 from zdtrain.monitor.statistics import Statistics
 from zdtrain.monitor.values import Known, SeenValues, StepValues
 from zdtrain.optim.clipping import EPS
+from zdtrain.ring import look_at
 from zdtrain.slots import IDENTITY, SlotBank
 
 _ORDER = ("stop", "skip", "clip")
@@ -122,7 +123,7 @@ class StepGuard:
         self._module_state = Copies()
         self._totals: list[Tensor] = []  # accumulators of the epoch
         self._totals_before: list[Tensor] = []  # their copies from before the step
-        self._visible_totals: list[tuple[Any, Any]] = []  # copies and totals as arrays: that costs less than operations
+        self._visible_totals: list[tuple[Any, Any]] = []  # where the host sees both, which costs less than operations
         self._num_banks = 0
         self._num_prepared = 0
         self._mask: Mask | None = None
@@ -293,7 +294,7 @@ class StepGuard:
                 self._totals.append(bank._totals)
                 self._totals_before.append(before)
                 if self._latched_here is not None:
-                    self._visible_totals.append((before.numpy(), bank._totals.numpy()))
+                    self._visible_totals.append((look_at(before), look_at(bank._totals)))
         self._num_banks = len(self._banks)
 
     def put_back(self) -> None:

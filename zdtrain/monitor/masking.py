@@ -60,8 +60,8 @@ class Mask(Protocol):
     def before(self) -> None:
         """Prepare for the update, before the optimizer's step is called."""
 
-    def lift(self, is_lifted: bool = True) -> None:
-        """Let this step's update happen, before it does: the flag is known not to be set; False takes that back."""
+    def lift(self, is_lifted: bool) -> None:
+        """Say before each update if it certainly happens, because the flag is known not to be set."""
 
     def after(self) -> None:
         """Take the update back where the flag is set."""
@@ -100,9 +100,8 @@ class SkipIf:
         """Keep the learning rates."""
         if self._optimizer.schedule is not None:
             self._copies.save(self._rates())
-        self.lift(False)
 
-    def lift(self, is_lifted: bool = True) -> None:
+    def lift(self, is_lifted: bool) -> None:
         """See `Mask`."""
         if is_lifted is not self._is_lifted:
             self._optimizer.skip_if, self._is_lifted = None if is_lifted else self._flag, is_lifted
@@ -162,18 +161,19 @@ class FoundInf:
         self._optimizer: Any = optimizer
         self._flag = flag
         self._fresh = FreshState(optimizer, flag)
+        self._is_lifted = True
 
     def before(self) -> None:
-        """Hand the flag over."""
-        self.lift(False)
+        """Do nothing."""
 
-    def lift(self, is_lifted: bool = True) -> None:
+    def lift(self, is_lifted: bool) -> None:
         """See `Mask`: without a flag the kernel's counts need no correction."""
-        self._is_lifted = is_lifted
-        if is_lifted:
-            self.release()
-        else:
-            self._optimizer.found_inf = self._flag
+        if is_lifted is not self._is_lifted:
+            self._is_lifted = is_lifted
+            if is_lifted:
+                self.release()
+            else:
+                self._optimizer.found_inf = self._flag
 
     def after(self) -> None:
         """Drop state that was made while the flag was set: a fused SGD leaves its momentum unwritten then."""
@@ -227,11 +227,10 @@ class KeepAndPutBack:
     @torch.no_grad()
     def before(self) -> None:
         """Copy parameters and state."""
-        self.lift(False)
         self._copies.save(self._live())
 
     @torch.no_grad()
-    def lift(self, is_lifted: bool = True) -> None:
+    def lift(self, is_lifted: bool) -> None:
         """See `Mask`; options that hooks have written by now are not the optimizer's doing."""
         self._is_lifted = is_lifted
         options = self._options()

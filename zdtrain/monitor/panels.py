@@ -16,7 +16,7 @@ from torch import Tensor
 from zdtrain.monitor.base import Monitor, RowMonitor
 from zdtrain.monitor.conditions import NonFinite, Plateau, Spike, Threshold
 from zdtrain.monitor.numbers import values_at
-from zdtrain.monitor.rules import MEMORY, Rule, kind_of, limits_of, rule_for
+from zdtrain.monitor.rules import MEMORY, Rule, kind_of, limits_of, rule_for, rules_out
 from zdtrain.monitor.values import HIGHEST, LOWEST, NAN, ZERO, Known, SeenValues, StepValues
 from zdtrain.ring import look_at
 
@@ -168,8 +168,26 @@ class Plan(NamedTuple):
     """For each panel which monitors have their metric, shape=(monitors,), bool; None where all have."""
 
 
-Look = Callable[[Any], Sequence[float]]
-"""Takes the numbers on the board; returns those that a rule takes."""
+class SeenRule(NamedTuple):
+    """The condition of a monitor, in a step whose values the host sees."""
+
+    place: int
+    """Which condition it is, counted from 0."""
+    rule: Rule
+    """What decides."""
+    look: Callable[[Any], Sequence[float]]
+    """Takes the numbers on the board; returns those that the rule takes."""
+
+
+class SeenPlan(NamedTuple):
+    """What the host does in a step that has certain values."""
+
+    rules: list[SeenRule]
+    """Those that may hold."""
+    remembering: list[SeenRule]
+    """Those among them that have to take in every step."""
+    rules_out: Callable[[Any], bool]
+    """Takes the numbers on the board; returns whether one look shows that none of the others holds."""
 
 
 class Conditions:
@@ -196,7 +214,7 @@ class Conditions:
         self._plans: dict[Known, Plan] = {}
         self._seen: Any = None  # the numbers on the board, where the host sees them
         self._rules: list[Rule] = []  # of each monitor, for the host
-        self._plans_here: dict[Known, list[tuple[Rule, Look]]] = {}
+        self._plans_here: dict[Known, SeenPlan] = {}
 
     def bind(self, values: StepValues, holds: Tensor) -> None:
         """Take note of where the values lie, and of where to write.
@@ -236,22 +254,26 @@ class Conditions:
             plan = self._plans_here[known] = self._plan_here(known)
         if self._functions:
             self._call_functions(known)
-        seen = self._seen
-        return [rule(*look(seen)) for rule, look in plan]
+        seen, holds = self._seen, [False] * len(self._monitors)
+        for place, rule, look in plan.remembering if plan.rules_out(seen) else plan.rules:
+            holds[place] = rule(*look(seen))
+        return holds
 
-    def _plan_here(self, known: Known) -> list[tuple[Rule, Look]]:
+    def _plan_here(self, known: Known) -> SeenPlan:
         found, first_limit = self._values.places(known), self._values.first_limit
         limits = {id(limit): place for place, limit in enumerate(self.limits, first_limit)}
-        plan = []
-        for monitor, rule in zip(self._monitors, self._rules, strict=True):
+        rules, remembering, others = [], [], []
+        for index, (monitor, rule) in enumerate(zip(self._monitors, self._rules, strict=True)):
             places = [found[metric] for metric in monitor.metrics or () if metric in found]
-            if kind_of(monitor) is None:
-                plan.append((rule, values_at([])))
-            elif places:
-                plan.append((rule, values_at([*places, *(limits[id(limit)] for limit in limits_of(monitor))])))
-            else:
-                plan.append((_does_not_hold, values_at([])))
-        return plan
+            bounds = [limits[id(limit)] for limit in limits_of(monitor)]
+            is_function = kind_of(monitor) is None
+            if places or is_function:
+                rules.append(SeenRule(index, rule, values_at([] if is_function else places + bounds)))
+                if isinstance(monitor, Threshold | NonFinite) and not is_function:
+                    others.append((monitor, places, bounds))
+                else:
+                    remembering.append(rules[-1])
+        return SeenPlan(rules, remembering, rules_out(others))
 
     def decide(self, known: Known) -> None:
         """Write whether the conditions hold in a step that has the values `known`."""
@@ -313,10 +335,6 @@ _PANELS: Mapping[type[Monitor], Callable[[Any], Panel]] = {
     Plateau: PlateauPanel,
     Spike: SpikePanel,
 }
-
-
-def _does_not_hold() -> bool:
-    return False
 
 
 def _metrics(monitors: Sequence[Monitor]) -> list[str]:

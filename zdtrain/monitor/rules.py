@@ -6,11 +6,12 @@ The panels state the same rules in tensor operations, for a device.
 import math
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from itertools import repeat
-from operator import gt, lt
+from operator import gt, le, lt
 from typing import Any
 
 from zdtrain.monitor.base import Monitor, RowMonitor
 from zdtrain.monitor.conditions import INF, NonFinite, Plateau, Spike, Threshold
+from zdtrain.monitor.numbers import values_at
 
 Rule = Callable[..., bool]
 """Takes in a step's values of the metrics that a monitor looks at, then its limits; returns if its condition holds."""
@@ -113,6 +114,35 @@ def never_holds(monitor: Monitor, columns: Sequence[Sequence[float]], limits: Se
     falls_below = [] if monitor.below is None else [lt]
     sides = zip(exceeds + falls_below, limits, strict=True)
     return not any(any(map(beyond, columns[0], repeat(limit))) for beyond, limit in sides)
+
+
+def rules_out(
+    conditions: Sequence[tuple[Threshold | NonFinite, Sequence[int], Sequence[int]]],
+) -> Callable[[Sequence[float]], bool]:
+    """Return what takes many numbers and returns whether one look shows that none of `conditions` holds.
+
+    Args:
+        conditions: Monitors, with the places of their metrics and of their limits among the numbers.
+    """
+    finite: list[int] = []
+    least: list[int] = []
+    greatest: list[int] = []  # no number at a place of `least` is above the one at the same place of `greatest`
+    for monitor, places, limits in conditions:
+        if isinstance(monitor, NonFinite):
+            finite += places
+            continue
+        if monitor.above is not None:
+            least.append(places[0])
+            greatest.append(limits[0])
+        if monitor.below is not None:
+            least.append(limits[-1])
+            greatest.append(places[0])
+    finite_of, least_of, greatest_of = map(values_at, (finite, least, greatest))
+
+    def shows_at_once(numbers: Sequence[float]) -> bool:
+        return math.isfinite(sum(finite_of(numbers))) and all(map(le, least_of(numbers), greatest_of(numbers)))
+
+    return shows_at_once
 
 
 def limits_of(monitor: Monitor) -> list[Any]:

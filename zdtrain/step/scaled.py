@@ -92,6 +92,7 @@ class PutBack:
         if self._mask is None:
             self._mask = KeepAndPutBack(self._optimizer, found_inf)
         self._mask.before()
+        self._mask.lift(False)
         step()
         self._mask.after()
         return self
