@@ -87,10 +87,36 @@ def telling() -> list[Monitor]:
     ]
 
 
+def acting_on_metrics() -> list[Monitor]:
+    """Six monitors that act and look at what the step logs only, so that no gradient norm is measured."""
+    return [
+        Threshold("metric 0", above=1e9, then="stop"),
+        NonFinite("metric 4", then="skip", stop_after=10),
+        Threshold("metric 5", above=1e9, then="skip"),
+        Spike("metric 1", factor=1e6, then="skip"),
+        Plateau("metric 2", patience=10**6, then="stop"),
+        NonFinite("metric 3", then="skip"),
+    ]
+
+
+def telling_of_metrics() -> list[Monitor]:
+    """Six monitors that tell and look at what the step logs only."""
+    return [
+        Threshold("metric 0", above=1e9),
+        NonFinite("metric 4"),
+        Threshold("metric 5", above=1e9),
+        Spike("metric 1", factor=1e6),
+        Plateau("metric 2", patience=10**6),
+        NonFinite("metric 3"),
+    ]
+
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"fused Adam": fused_adam, "SimpleAdam": SimpleAdam}
 CONTENDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "bare": dict,
     "records": lambda: {"records": True},
+    "6 telling of metrics + records": lambda: {"monitors": telling_of_metrics(), "records": True},
+    "6 acting on metrics + records": lambda: {"monitors": acting_on_metrics(), "records": True},
     "6 telling": lambda: {"monitors": telling()},
     "6 telling + records": lambda: {"monitors": telling(), "records": True},
     "nonfinite=skip": lambda: {"nonfinite": "skip"},
