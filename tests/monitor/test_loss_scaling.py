@@ -60,6 +60,22 @@ def test_an_overflow_counts_as_a_gradient_that_is_not_finite(action):
     assert trainer.global_step == 20
 
 
+@pytest.mark.parametrize("capture", ["off", "graph"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_that_overflows_and_that_a_monitor_skips_is_left_out_once(optimizer, capture):
+    def train(**options):
+        batches = loader(20, {5: "nan gradient"})
+        return run(Net(optimizer, scheduler=False), batches, plugins=half(), capture=capture, **options)
+
+    skipped, scaled = train(nonfinite="skip"), train()
+    assert skipped.skipped_steps == 1
+    trained = [
+        {**dict(one.lightning_module.named_parameters()), **left_behind(one)["optimizer"]} for one in (skipped, scaled)
+    ]
+    assert differences(*trained) == []
+    assert skipped.precision_plugin.scaler.get_scale() == 512.0
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "fused AdamW"])
 def test_behind_a_stop_the_scale_stays_as_it_is(optimizer):
     stop = {"monitors": [Threshold("train_loss", above=100.0, then="stop")], "lag": 10_000, "max_lag_steps": 20}

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import SGD, Optimizer
@@ -54,7 +55,8 @@ class InKernel:
         """Hand both over for the time of the step; a monitor's flag of the same name counts as well."""
         optimizer = self._optimizer
         held: Tensor | None = getattr(optimizer, "found_inf", None)
-        optimizer.found_inf = found_inf if held is None else found_inf + held
+        # torch's fused kernels know no other flag than 1
+        optimizer.found_inf = found_inf if held is None else torch.maximum(found_inf, held)
         if scale is not None:
             optimizer.grad_scale = scale
         try:
