@@ -181,11 +181,11 @@ def test_a_step_that_optimizes_by_hand_is_captured_with_its_scaler(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["simple-adam", "momentum", "adamw-fused"])
+@pytest.mark.parametrize("name", ["simple-adam", "momentum", "adamw-fused", "sgd-fused"])
 def test_a_lowered_step_overflows_and_grows_like_an_eager_one(tmp_path, name):
     eager, lowered = both_half(tmp_path, with_optimizer(OPTIMIZERS[name]), "compile", gradient_clip_val=0.1)
     (program,) = lowered.report.programs
     assert program.verification == "within tolerance"
-    assert program.includes_optimizer is (name != "adamw-fused")  # whose mask is its kernel's
+    assert program.includes_optimizer
     assert program.replays > 20
     assert first_mismatch(eager.weights, lowered.weights, exact=False) is None

@@ -10,21 +10,18 @@ from torch import Tensor
 from zdtrain.capture.capturing import Capturing
 from zdtrain.capture.fingerprints import Fingerprint, Fingerprints
 from zdtrain.capture.guards import Guards
-from zdtrain.capture.handed import InsideByRule, steps_outside
 from zdtrain.capture.host import HostLooks, looks_of
 from zdtrain.capture.items import BatchItems
 from zdtrain.capture.noted import NotedInteger
 from zdtrain.capture.observe import Observation
 from zdtrain.capture.obstacles import HOOKS_INSIDE, callbacks_inside, changes_between_steps, own_hooks_inside
 from zdtrain.capture.optimizers import guard_way
-from zdtrain.capture.program import Part
 from zdtrain.capture.recording import Recording
 from zdtrain.capture.session import CaptureSession, Entry
 from zdtrain.capture.surroundings import TrainingSurroundings
 from zdtrain.errors import FallbackReason
 from zdtrain.step.eager import EagerStep
 from zdtrain.step.hooks import Hooks, overrides
-from zdtrain.step.scaled import takes_scale
 
 
 class CapturedStep(Capturing, EagerStep):
@@ -76,19 +73,8 @@ class CapturedStep(Capturing, EagerStep):
     def _use(self, optimizer: torch.optim.Optimizer) -> None:
         super()._use(optimizer)
         self._surround([optimizer])
-        found = self._part_of(optimizer)
-        self._inside = [] if found is None else [found]
-
-    def _part_of(self, optimizer: torch.optim.Optimizer) -> Part | None:
-        """Return how `optimizer` is part of programs; None, with a reason noted, where it steps behind them."""
         found = self._session.inside(optimizer)
-        loop = self._trainer.fit_loop.epoch_loop
-        held = loop.scaling is not None or (loop.guard is not None and loop.guard.holds)
-        if held and isinstance(found, InsideByRule) and takes_scale(optimizer):
-            what = f"the fused kernel of {type(optimizer).__name__} holds updates back, which can't be lowered"
-            self._session.note(steps_outside(what))
-            return None
-        return found
+        self._inside = [] if found is None else [found]
 
     def _surround(self, optimizers: list[torch.optim.Optimizer], updates_by_hand: Any = None) -> None:
         own = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]

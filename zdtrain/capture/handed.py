@@ -82,18 +82,29 @@ class Handover:
             for count, value in zip(counts, row, strict=False):
                 count[()] = value
 
-    def update(self) -> None:
-        """Update the parameters and their state, with tensor operations only."""
-        rule, group = self._rule, self._optimizer.param_groups[self._index]
+    def update(self, scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """Update the parameters and their state, with tensor operations only.
+
+        Args:
+            scale: What a fused kernel divides the gradients by before, in place, shape=(); None where it does not.
+            found_inf: 1 where a fused kernel leaves everything as it is, shape=(); None where it never does.
+        """
         for param, state, row in zip(self._params, self._states, self.numbers.unbind(), strict=True):
-            scalars = row.unbind()
-            for name, value in () if self.apart else zip(rule.counts, scalars, strict=False):
-                state[name].copy_(value)
-            of_param = {name: rounded(value) for name, value in state.items() if name not in rule.counts}
             assert param.grad is not None
-            rule.update(rounded(param), rounded(param.grad), of_param, group, scalars[len(rule.counts) :])
+            changed = [param, *state.values(), *([] if scale is None else [param.grad])]
+            with _held_back(changed, found_inf):
+                if scale is not None:
+                    param.grad.div_(scale)
+                self._update(param, param.grad, state, row.unbind())
         if self.apart and not is_capturing():
             self.count()
+
+    def _update(self, param: Tensor, grad: Tensor, state: State, scalars: Sequence[Tensor]) -> None:
+        rule, group = self._rule, self._optimizer.param_groups[self._index]
+        for name, value in () if self.apart else zip(rule.counts, scalars, strict=False):
+            state[name].copy_(value)
+        of_param = {name: rounded(value) for name, value in state.items() if name not in rule.counts}
+        rule.update(rounded(param), rounded(grad), of_param, group, scalars[len(rule.counts) :])
 
 
 class InsideByRule:
@@ -179,8 +190,9 @@ class InsideByRule:
                 self._taken.append(self._collect())
                 for handover in self._taken[-1]:
                     handover.fill()
+            scale, found_inf = (getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf"))
             for handover in self._taken[-1]:
-                handover.update()
+                handover.update(scale, found_inf)
         return loss
 
     def _make_rooms(self) -> None:
@@ -236,6 +248,16 @@ class InsideByRule:
                     self._known[key] = Handover(self._optimizer, index, params, self._rule, room)
                 found.append(self._known[key])
         return found
+
+
+@contextmanager
+def _held_back(tensors: Iterable[Tensor | None], flag: Tensor | None) -> Iterator[None]:
+    """Take back what the body does to `tensors` where `flag` is 1, shape=()."""
+    before = [] if flag is None else [(tensor, tensor.clone()) for tensor in tensors if tensor is not None]
+    yield
+    if flag is not None:
+        for tensor, kept in before:
+            tensor.copy_(torch.where(flag == 1, kept, tensor))
 
 
 def state_key(optimizer: Optimizer) -> Hashable:

@@ -32,7 +32,7 @@ class CapturedManualStep(ManualStep, CapturedStep):
         super()._use(optimizer)
         optimizers = list(self._strategy._optimizers)
         self._surround(optimizers, self._manual.optim_step_progress)
-        found = [self._part_of(one) for one in optimizers]
+        found = [self._session.inside(one) for one in optimizers]
         self._inside = [part for part in found if part is not None]
         self._outside = tuple(
             FallbackReason(
