@@ -193,8 +193,13 @@ class EpochLoop(_TrainingEpochLoop):
         return (undecided or self._num_ready_batches_reached()) and super().done
 
     @property
+    def may_run_ahead(self) -> bool:
+        """Whether the device may run steps that the loop has not come to yet."""
+        return self.plan is not None and self.plan.several is not None
+
+    @property
     def _in_block(self) -> bool:
-        """Whether the device has run steps that the loop has not come to yet."""
+        """Whether the device has run such steps."""
         plan = self.plan
         return plan is not None and plan.several is not None and plan.several.is_open
 

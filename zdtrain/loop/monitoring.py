@@ -175,6 +175,8 @@ class Monitoring:
     def ran_step(self) -> None:
         """Take note that a step ran; settle at once where a checkpoint may follow."""
         self._in_doubt = True
+        if self._hold_here is not None and not self._loop.may_run_ahead:
+            self.guard.look()
         if (
             self._history is not None
             and not self.guard.is_quiet

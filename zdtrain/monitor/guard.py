@@ -109,6 +109,7 @@ class StepGuard:
         self._shared = SharedVerdicts(len(self.verdicts), device) if several and self.verdicts else None
         self._seen = torch.zeros_like(self.acted)  # what held for an earlier batch of the window
         self.is_quiet = False  # whether the host knows that this step's update is as it would be without monitors
+        self._latched = latched
         self._latched_here = latched.numpy().data.cast("B") if visible and self.verdicts else None
         self._seen_here = [False] * len(self.verdicts)  # what held for an earlier batch of the window
         self._acts_here = list(self._seen_here)  # what acts in this step
@@ -270,6 +271,11 @@ class StepGuard:
             self._module_state.put_back(held(self._places), self.hold)
         if self.average is not None and (self._by_hand is None or self._by_hand.has_stepped):
             self.average.update(self._held())
+
+    def look(self) -> None:
+        """Find out if the step that ran is as it would be without monitors, where looking costs nothing."""
+        if not self.is_quiet:
+            self.is_quiet = 1 not in self._latched.numpy().tobytes()
 
     def end_step(self) -> None:
         """Take the step's values out of the epoch again, where its update was held back."""
