@@ -72,7 +72,7 @@ def reasons_against_several(trainer: Any, fetcher: _DataFetcher, step: Any) -> I
     elif step._guard is not None and step._guard.holds and any(part.counts_on_host for part in step._inside):
         name = type(trainer.optimizers[0]).__name__
         what = f"{name} takes numbers that follow its updates, which monitors may hold back"
-        yield _reason(f"{what}; SimpleAdam and fused=True do not")
+        yield _reason(f"{what}; SimpleAdam does not, nor does fused=True with capture='graph'")
     if step._scaling is not None:
         yield _reason("16-mixed precision scales the loss anew in every step")
     if step._zeroes_its_own_way:
