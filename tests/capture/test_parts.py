@@ -107,7 +107,21 @@ def test_more_kinds_of_steps_than_can_be_kept_are_named(tmp_path):
 
     report = fit(tmp_path, Classifier, "graph", loader=loader, max_epochs=1).report
     assert report.steps_replayed == 0
-    assert "many-keys" in {reason.code for reason in report.fallbacks}
+    (reason,) = [reason for reason in report.fallbacks if reason.code == "many-keys"]
+    assert "pad batches to few shapes" in reason.message
+
+
+def test_an_attribute_that_makes_many_kinds_of_steps_is_named(tmp_path):
+    class Drifts(Classifier):
+        def on_train_batch_start(self, batch, batch_idx):
+            self.weight = 1.0 + batch_idx / 100
+
+        def loss(self, batch):
+            return super().loss(batch) * self.weight
+
+    report = fit(tmp_path, Drifts, "graph", loader=lambda: batches(40, 4), max_epochs=1).report
+    (reason,) = [reason for reason in report.fallbacks if reason.code == "many-keys"]
+    assert "the attribute 'weight' changes" in reason.message
 
 
 def test_a_released_session_holds_no_tensors():

@@ -12,7 +12,7 @@ from zdtrain.capture.counters import Counters
 from zdtrain.capture.guards import Numbers
 from zdtrain.capture.key import Layouts
 from zdtrain.capture.modules import changed_part
-from zdtrain.capture.naming import CONDITIONS, Parts, parts_of, told_apart
+from zdtrain.capture.naming import CONDITIONS, LAYOUT, MODULE, Parts, parts_of, told_apart
 from zdtrain.capture.observe import Observation
 from zdtrain.capture.optimizers import Inside, inside, way_of
 from zdtrain.capture.program import LeastRecentlyUsed
@@ -149,6 +149,7 @@ class CaptureSession:
         self.updates = Numbers(MAX_STATES)  # of what they hold of optimizers
         self.layouts = Layouts(MAX_STATES)  # of batches
         self._n_entries = 0
+        self._newest: Entry | None = None  # kind of steps
         self._told_of_many = False
         self._inside: dict[int, tuple[Optimizer, Hashable, Inside | FallbackReason]] = {}  # by id of the optimizer
         self.fallbacks: dict[FallbackReason, None] = {}
@@ -176,14 +177,24 @@ class CaptureSession:
         if entry is None:
             verification = "not yet" if self.verify else "off"
             entry = Entry(name=name(), key=key, words=tuple(words), verification=verification)
+            before, self._newest = self._newest, entry
             self._entries.add(key, entry)
             self._n_entries += 1
             many = self._n_entries > 4 * self._entries.cap and not self._told_of_many
             if many and self.steps_replayed < self.steps_eager:
                 self._told_of_many = True
                 what = f"there are over {4 * self._entries.cap} kinds of steps and {self._entries.cap} are kept: "
-                self.note(FallbackReason(code="many-keys", message=what + (changing() or "pad batches to few shapes")))
+                why = changing() or self._what_changed(before, entry) or "pad batches to few shapes"
+                self.note(FallbackReason(code="many-keys", message=what + why))
         return entry
+
+    def _what_changed(self, before: Entry | None, entry: Entry) -> str:
+        """Return in words what differs between two kinds of steps whose batches are alike, where that has a name."""
+        old, new = {} if before is None else before.parts(), entry.parts()
+        if old.get(LAYOUT) != new.get(LAYOUT):
+            return ""
+        what = self._change(old.get(MODULE), new.get(MODULE))
+        return what and f"{what} changes; keep it in a 0-D tensor that is filled in place (Trainer(scalars=...))"
 
     def make_room(self, kinds: int) -> None:
         """Keep as many programs for each of so many kinds of batches, such as those of several data loaders."""
