@@ -194,7 +194,7 @@ class CaptureSession:
         if old.get(LAYOUT) != new.get(LAYOUT):
             return ""
         what = self._change(old.get(MODULE), new.get(MODULE))
-        return what and f"{what} changes; keep it in a 0-D tensor that is filled in place (Trainer(scalars=...))"
+        return what and f"what differs is {what}; a number that changes belongs in a 0-D tensor, Trainer(scalars=...)"
 
     def make_room(self, kinds: int) -> None:
         """Keep as many programs for each of so many kinds of batches, such as those of several data loaders."""

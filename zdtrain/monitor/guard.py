@@ -110,7 +110,7 @@ class StepGuard:
         self._seen = torch.zeros_like(self.acted)  # what held for an earlier batch of the window
         self.is_quiet = False  # whether the host knows that this step's update is as it would be without monitors
         self._latched = latched
-        self._look: Any = None  # at `latched`, where it is looked at
+        self._latched_seen: Any = None  # its memory, once somebody looked
         self._latched_here = latched.numpy().data.cast("B") if visible and self.verdicts else None
         self._seen_here = [False] * len(self.verdicts)  # what held for an earlier batch of the window
         self._acts_here = list(self._seen_here)  # what acts in this step
@@ -276,9 +276,9 @@ class StepGuard:
     def look(self) -> None:
         """Find out if the step that ran is as it would be without monitors, where looking costs nothing."""
         if not self.is_quiet:
-            if self._look is None:
-                self._look = look_at(self._latched)
-            self.is_quiet = 1 not in self._look.tobytes()
+            if self._latched_seen is None:
+                self._latched_seen = look_at(self._latched)
+            self.is_quiet = 1 not in self._latched_seen.tobytes()
 
     def end_step(self) -> None:
         """Take the step's values out of the epoch again, where its update was held back."""
