@@ -20,6 +20,7 @@ from zdtrain.loop.capturing import CanCapture
 from zdtrain.loop.connector import LoggerConnector
 from zdtrain.loop.epoch import EpochLoop
 from zdtrain.loop.evaluation import EvaluationLoop
+from zdtrain.loop.restoring import CheckpointConnector
 from zdtrain.loop.rows import StepRows
 from zdtrain.loop.run_scalars import ScalarsState, run_scalars
 from zdtrain.loop.stop import CanTakeBackStop, LatchedStop, StopRequests
@@ -108,6 +109,7 @@ class Trainer(CanTakeBackStop, CanCapture, CanMonitor, LightningTrainer):
         # undecorated: stock's own look into the environment would hand it our options
         LightningTrainer.__init__.__wrapped__(self, **kwargs)  # type: ignore[attr-defined]
         self.drain = Drain(self._open_runtime)
+        self._checkpoint_connector = CheckpointConnector(self)
         self._logger_connector = self._connector = LoggerConnector(self, self._logger_connector, self.drain)
         epoch_loop = EpochLoop(self, self.fit_loop.epoch_loop, lightning_quirks=lightning_quirks)
         self.fit_loop.epoch_loop = epoch_loop
