@@ -1,6 +1,7 @@
 """Gradient norms and clipping that never leave the device."""
 
 from collections.abc import Iterable
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch._utils import _flatten_dense_tensors
 from zdtrain.optim.updates import LOW_PRECISION
 
 SMALL = 16_384  # elements; copying fewer costs less than an operation
+_is_sparse = attrgetter("is_sparse")
 EPS = 1e-6  # the same guard as torch.nn.utils.clip_grad_norm_
 
 
@@ -16,7 +18,8 @@ def total_norm(grads: list[Tensor]) -> Tensor:
     r"""Return the L2 norm over all gradients, :math:`\sqrt{\sum_i \lVert g_i \rVert^2}`.
 
     Args:
-        grads: Dense gradients on one device. Sixteen-bit ones are accumulated in float32.
+        grads: Gradients on one device. Sixteen-bit ones are accumulated in float32. Sparse ones are coalesced, for
+            which a GPU waits.
 
     Returns:
         A 0-D tensor, float32 (float64 if a gradient is).
@@ -25,6 +28,8 @@ def total_norm(grads: list[Tensor]) -> Tensor:
         >>> total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
         tensor(5.)
     """
+    if any(map(_is_sparse, grads)):
+        grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
     if are_small(grads):
         return _norm_together(grads)
     norms: list[Tensor] = []
