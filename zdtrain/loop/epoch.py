@@ -62,6 +62,7 @@ class EpochLoop(_TrainingEpochLoop):
         super().on_run_start(data_fetcher)
         self.scaling = scaling_of(self.trainer, self.scaling)
         reasons = list(reasons_for_stock(self.trainer, data_fetcher))
+        self._watch(reasons)
         self.plan = None if reasons else StepPlan(self.trainer, data_fetcher, self.say)
         for reason in reasons:
             self._note(reason, "steps run on stock Lightning's loop: ")
@@ -70,8 +71,19 @@ class EpochLoop(_TrainingEpochLoop):
         for option in (option for option, is_set in asked.items() if reasons and is_set):
             what = f"{option}= has no effect here: steps run on stock Lightning's loop"
             self.say(FallbackReason(code=option.replace("_", "-"), message=what))
-        if reasons and self.monitoring is not None:
-            self._refuse_to_watch(reasons[0])
+
+    def _watch(self, reasons: list[FallbackReason]) -> None:
+        """Let the Trainer's monitors watch this epoch's steps, or none where there is nothing to hold back."""
+        monitoring = self.trainer._monitoring
+        if monitoring is None:
+            return
+        if reasons:
+            if any(reason.code != "skip-backward" for reason in reasons):
+                self._refuse_to_watch(reasons[0])
+            monitoring.rest()
+            what = "monitors and averaged weights rest in an epoch without backward passes"
+            self.say(FallbackReason(code="monitors-rest", message=what))
+        self.trainer.watch(None if reasons else monitoring)
 
     def _refuse_to_watch(self, reason: FallbackReason) -> NoReturn:
         trainer = self.trainer

@@ -265,6 +265,13 @@ class Monitoring:
             history.trim(heard)
         return self.has_stopped
 
+    def rest(self) -> None:
+        """Settle before steps that nobody watches; the gradients of a skipped step are not left for them to use."""
+        self.settle(flush=True)
+        if self.has_skipped(self._loop._batches_that_stepped - 1):
+            for optimizer in self._trainer.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+
     def settle_now(self) -> None:
         """Settle for a checkpoint: all steps so far are accounted for, also the one whose row is still to be sent."""
         if self.settle(flush=True) or self._history is None or not self._in_doubt:

@@ -70,13 +70,13 @@ class CanMonitor:
             yield
             return
         trainer: Any = self
-        loop, connector, before = trainer.fit_loop.epoch_loop, trainer._connector, trainer._connector.rows
+        self._rows_unwatched = trainer._connector.rows
         self.ema = None
         if self.options.ema_decay is not None:
             self.ema = WeightAverage(trainer.lightning_module, self.options.ema_decay)
             self.ema.load_state_dict(self._monitor_state.averaged)
         scalars = dict(trainer.scalars.named_buffers()) if self._scalars is not None else {}
-        self._monitoring = loop.monitoring = connector.monitoring = Monitoring(
+        self._monitoring = Monitoring(
             trainer,
             self.monitors,
             statistics=list(self.statistics.values()),
@@ -88,23 +88,28 @@ class CanMonitor:
             record=None if self.recorder is None else self.recorder.record_event,
         )
         self._monitoring.load_state_dict(self._monitor_state.take_loaded())
-        connector.rows = self._monitoring.rows or before
+        self.watch(self._monitoring)
         try:
             yield
         finally:
             try:
                 self._monitoring.settle(flush=True)
             finally:
-                self._leave(before)
+                self._leave()
 
-    def _leave(self, rows: Any) -> None:
+    def watch(self, monitoring: Monitoring | None) -> None:
+        """Let `monitoring` watch the steps that follow; nobody where it is None."""
         trainer: Any = self
+        trainer.fit_loop.epoch_loop.monitoring = trainer._connector.monitoring = monitoring
+        rows = None if monitoring is None else monitoring.rows
+        trainer._connector.rows = rows or self._rows_unwatched
+
+    def _leave(self) -> None:
         monitoring, self._monitoring = self._monitoring, None
         assert monitoring is not None
         assert self._monitor_state is not None
         self._monitor_state.known = monitoring.state_dict()
-        trainer._connector.rows = rows
-        trainer.fit_loop.epoch_loop.monitoring = trainer._connector.monitoring = None
+        self.watch(None)
         monitoring.close()
         self._num_skipped = monitoring.num_skipped
         if self.ema is not None:

@@ -357,8 +357,8 @@ def changing_places(module: nn.Module) -> Iterator[Place]:
         for name in getattr(part, "_defaults", ()):  # a metric's states are attributes
             if isinstance(getattr(part, name, None), list):
                 raise ConfigError(
-                    f"trainer.monitors: {path or type(part).__name__} keeps {name!r} in a list, so a step can't be "
-                    "held back on the device; give it a state of fixed size, e.g. thresholds=, or use then='warn'."
+                    f"trainer.monitors, nonfinite: {path or type(part).__name__} keeps {name!r} in a list, so a step "
+                    "can't be held back on the device; give it a state of fixed size (thresholds=), or use then='warn'."
                 )
             yield Place(path, name, part.__dict__)
 

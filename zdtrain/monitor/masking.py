@@ -263,7 +263,8 @@ class KeepAndPutBack:
         if self._group_numbers() != self._numbers:
             name = type(self._optimizer).__name__
             raise ConfigError(
-                f"trainer.monitors: {name} counts in its parameter groups on the host, so {_remedy(self._optimizer)}"
+                f"trainer.monitors, nonfinite: {name} counts in its parameter groups on the host, so "
+                f"{_remedy(self._optimizer)}"
             )
         refuse_host_state(self._optimizer)
 
@@ -283,8 +284,8 @@ def refuse_lbfgs(optimizer: Optimizer) -> None:
     """
     if isinstance(optimizer, LBFGS):
         raise ConfigError(
-            "trainer.monitors: LBFGS evaluates the loss several times per step, so a single step can't be held "
-            "back; use then='warn' or a function."
+            "trainer.monitors, nonfinite: LBFGS evaluates the loss several times per step, so a single step can't be "
+            "held back; use monitors with then='warn' or a function."
         )
 
 
@@ -296,13 +297,13 @@ def refuse_host_state(optimizer: Optimizer) -> None:
     """
     kept = host_state(optimizer)
     if kept is not None:
-        raise ConfigError(f"trainer.monitors: {kept}, so {_remedy(optimizer)}")
+        raise ConfigError(f"trainer.monitors, nonfinite: {kept}, so {_remedy(optimizer)}")
 
 
 def _remedy(optimizer: Optimizer) -> str:
     return (
         f"an update of {type(optimizer).__name__} can't be held back on the device. Use zdtrain.optim.SimpleAdam, a "
-        "torch optimizer with fused=True or capturable=True, or then='warn'."
+        "torch optimizer with fused=True or capturable=True, or monitors with then='warn'."
     )
 
 
