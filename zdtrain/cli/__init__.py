@@ -1,6 +1,6 @@
 """The `zdtrain` command; a subcommand is imported when it is run, so that `zdtrain lint` loads no torch.
 
-Exit codes: 0 done, 1 training failed, 2 wrong usage or configuration, 130 interrupted with Ctrl-C.
+Exit codes: 0 done, 1 training or exporting failed, 2 wrong usage or configuration, 130 interrupted with Ctrl-C.
 """
 
 import os
@@ -38,6 +38,7 @@ COMMANDS = {
     "predict": Command("zdtrain.cli.training:predict", "predict on a data set"),
     "check": Command("zdtrain.check.cli:main", "find what would make a GPU wait, on a machine without one"),
     "bench": Command("zdtrain.cli.bench:main", "time steps of a model: stock Lightning, zdtrain, captured, lowered"),
+    "export": Command("zdtrain.cli.export:main", "write a trained model into a file that torch alone runs"),
     "lint": Command("zdtrain.lint.cli:main", "find host reads and what a capture gets wrong, from source alone"),
     "rule": Command("zdtrain.lint.cli:rule_main", "explain a rule of the linter"),
     "runs": Command("zdtrain.cli.runs:main", "list recorded runs"),
