@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_PARTS = {"check", "data", "export", "metrics", "monitors", "optim", "records", "stats"}
+_PARTS = {"check", "data", "export", "metrics", "monitors", "optim", "records", "stats", "weights"}
 _LAZY = {"DeviceScalars": "zdtrain.scalars", "Trainer": "zdtrain.trainer", "only_reads": "zdtrain.marks"}
 
 __all__ = ["DeviceScalars", "Trainer", "__version__", "only_reads"]
