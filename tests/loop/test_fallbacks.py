@@ -42,7 +42,25 @@ class OwnStrategy(SingleDeviceStrategy):
 
 
 class OwnDDP(DDPStrategy):
-    pass
+    def backward(self, *args, **kwargs):
+        super().backward(*args, **kwargs)
+
+
+class Unwrapped(DDPStrategy):
+    def _setup_model(self, model):
+        return model
+
+
+class OnCluster(DDPStrategy):
+    """Replaces what says where a process is, and nothing of the step."""
+
+    @property
+    def root_device(self):
+        return torch.device("cpu")
+
+    @property
+    def distributed_sampler_kwargs(self):
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
 
 class OwnPrecision(Precision):
@@ -97,7 +115,8 @@ CASES = [
     ("dataloader-iter", "training_step takes", Iterates, nothing, {}),
     ("strategy", "strategy OwnStrategy", Net, own_strategy, {}),
     ("strategy", "SingleDeviceStrategy.backward is replaced", Net, patched_strategy, {}),
-    ("strategy", "strategy OwnDDP", Net, nothing, {"strategy": OwnDDP()}),
+    ("strategy", "OwnDDP.backward is replaced", Net, nothing, {"strategy": OwnDDP()}),
+    ("strategy", "Unwrapped wraps the module in its own way", Net, nothing, {"strategy": Unwrapped()}),
     ("strategy", "DDPStrategy.block_backward_sync is replaced", Net, unreduced, {"strategy": "ddp"}),
     ("precision", "OwnPrecision.backward", Net, own_precision, {}),
     ("loss-scaler", "the GradScaler is disabled", Net, disabled_scaler, {}),
@@ -147,8 +166,10 @@ def test_a_fallback_is_named_once_and_kept(tmp_path, said, code, text, module, p
     assert text in messages[0]
 
 
-def test_an_ordinary_fit_names_none(tmp_path, said):
-    trainer = Trainer(**{**QUIET, "default_root_dir": tmp_path, "logger": False})
+@pytest.mark.parametrize("options", [{}, {"strategy": OnCluster()}], ids=["one device", "subclass of DDPStrategy"])
+@pytest.mark.usefixtures("no_processes_left")
+def test_an_ordinary_fit_names_none(tmp_path, said, options):
+    trainer = Trainer(**{**QUIET, "default_root_dir": tmp_path, "logger": False, **options})
     trainer.fit(Net())
     assert trainer.fit_loop.epoch_loop.fallbacks == []
     assert not [message for message in said if "stock Lightning's loop" in message]

@@ -7,6 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch.nn.parallel import DistributedDataParallel
 
 from zdtrain.capture.captured import CapturedStep
 from zdtrain.capture.evaluation import CapturedEvaluation
@@ -227,10 +228,12 @@ def _reasons_of_fetcher(fetcher: _DataFetcher, step: str) -> Iterator[FallbackRe
 
 def _reasons_of_strategy(trainer: Any) -> Iterator[FallbackReason]:
     strategy = trainer.strategy
-    if type(strategy) is not DDPStrategy:
+    if not isinstance(strategy, DDPStrategy):
         yield from _reasons_on_one_device(trainer, _STRATEGY)
     elif replaced := replaced_method(strategy, DDPStrategy, _WRAPPING):
         yield FallbackReason(code="strategy", message=f"{type(strategy).__name__}.{replaced} is replaced")
+    elif not isinstance(strategy.model, DistributedDataParallel):
+        yield FallbackReason(code="strategy", message=f"{type(strategy).__name__} wraps the module in its own way")
     elif strategy._model_averager is not None:
         yield FallbackReason(code="strategy", message="DDPStrategy averages weights over processes in its own way")
     elif trainer.fit_loop.epoch_loop.guard is not None and not trainer.lightning_module.automatic_optimization:
