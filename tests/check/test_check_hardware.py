@@ -77,7 +77,7 @@ def stand_in(monkeypatch):
         "report_wait": hardware._hit,
         "graph": Graph,
     }
-    exec(compile(DRIVER, "<driver>", "exec"), names)
+    exec(compile(DRIVER, "<frozen driver>", "exec"), names)
     monkeypatch.setattr(hardware, "runtime_for", lambda device: SimpleNamespace(graph=Graph))
     monkeypatch.setattr(hardware, "_register_once", lambda: None)
     with ShadowDevice(), names["Waiting"]():

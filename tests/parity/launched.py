@@ -72,3 +72,5 @@ def leave(folder: Path, make_options: Any = dict) -> None:
 
 if __name__ == "__main__":
     leave(Path(sys.argv[1]))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # else gloo's threads may abort the process as it ends

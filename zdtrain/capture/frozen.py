@@ -1,19 +1,18 @@
 """Python values as something hashable that changes when they do."""
 
 import random
-import sys
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zdtrain.source.location import frame_kind
+from zdtrain.source.location import is_users
 
 MAX_ITEMS = 64
 MAX_NUMBERS = 4096  # which are compared at once
@@ -110,13 +109,6 @@ def content(part: Any) -> Any:
 
 def _names(slots: str | Iterable[str]) -> Iterable[str]:
     return (slots,) if isinstance(slots, str) else slots
-
-
-def is_users(kind: type | ModuleType) -> bool:
-    """Return whether a class or module is written by the user."""
-    module = kind.__name__ if isinstance(kind, ModuleType) else kind.__module__
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return module == "__main__" or (file is not None and frame_kind(file) == "user")
 
 
 def _frozen_items(items: Any, depth: int) -> Iterator[Hashable]:

@@ -7,7 +7,7 @@ from types import FunctionType
 from typing import Any
 
 from zdtrain.capture.frozen import frozen, is_bare, is_settled
-from zdtrain.source.location import frame_kind
+from zdtrain.source.location import code_kind
 
 GONE = object()  # in the place of what nobody holds any longer
 Get = Callable[[str, Any], Any]
@@ -49,7 +49,7 @@ class Guards:
         value = holder.get(name, GONE)
         if isinstance(value, FunctionType) and is_bare(value):
             self.hold(holder, name, meaning=id)
-            if frame_kind(value.__code__.co_filename) == "user":
+            if code_kind(value.__code__) == "user":
                 self.read(partial(_PARTS, value))
         elif value is GONE or is_settled(value):
             self.hold(holder, name)

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zdtrain.capture.optimizers import options_of, schedule_state
 from zdtrain.capture.watch import reason_at
 from zdtrain.errors import FallbackReason
-from zdtrain.source.location import NOWHERE, Location, frame_kind
+from zdtrain.source.location import NOWHERE, Location, code_kind
 
 
 def host_random_state() -> tuple[Any, ...]:
@@ -102,14 +102,14 @@ class ChangeFinder:
             sys.settrace(before)
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:  # noqa: ARG002
-        return self._line if frame_kind(frame.f_code.co_filename) == "user" else None
+        return self._line if code_kind(frame.f_code) == "user" else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:  # noqa: ARG002
         for code in self._looks.changes(self._states):
             self.places.setdefault(code, self._last)
         self._states = self._looks.states()
         caller = frame.f_back
-        if event == "return" and caller is not None and frame_kind(caller.f_code.co_filename) == "user":
+        if event == "return" and caller is not None and code_kind(caller.f_code) == "user":
             frame = caller  # whose line goes on without an event of its own
         self._last = Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
         return self._line

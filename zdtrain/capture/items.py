@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zdtrain.source.location import frame_kind
+from zdtrain.source.location import code_kind
 
 _SEES_ALL = frozenset({"locals", "vars", "eval", "exec", "dir", "globals", "super", "_getframe", "currentframe"})
 _VALUES = (str, bool, int, float)
@@ -73,7 +73,7 @@ def _reads_of(method: Any, position: int | str, around: frozenset[tuple[int, str
         around: Functions and arguments that are being looked at.
     """
     owner, function = (method.__self__, method.__func__) if isinstance(method, MethodType) else (None, method)
-    if not isinstance(function, FunctionType) or frame_kind(function.__code__.co_filename) != "user":
+    if not isinstance(function, FunctionType) or code_kind(function.__code__) != "user":
         return None
     name = _parameter(method, position)
     node = _definition(function.__code__)

@@ -13,7 +13,7 @@ from zdtrain.capture.modules import HOOKS_EVERYWHERE, hooks_of, hooks_on
 from zdtrain.capture.watch import reason_at
 from zdtrain.errors import FallbackReason
 from zdtrain.source.definitions import class_location, method_location
-from zdtrain.source.location import Location, frame_kind
+from zdtrain.source.location import Location, code_kind
 from zdtrain.step.hooks import Hooks, callback_hook, overrides
 from zdtrain.step.log import can_replace_log
 
@@ -67,7 +67,7 @@ def replaced_functions() -> Iterator[FallbackReason]:
         for name, function in vars(owner).items():
             if isinstance(function, FunctionType):
                 code = function.__code__
-                if frame_kind(code.co_filename) in ("user", "third-party"):
+                if code_kind(code) in ("user", "third-party"):
                     place = Location(code.co_filename, code.co_firstlineno, code.co_qualname)
                     what = f"{owner.__name__}.{name} is replaced, which a step cannot be watched with"
                     yield reason_at(place, "torch-replaced", what)

@@ -22,13 +22,13 @@ from typing import Any
 from torch import nn
 
 from zdtrain.capture import roots
-from zdtrain.capture.frozen import frozen, is_users
+from zdtrain.capture.frozen import frozen
 from zdtrain.capture.guards import GONE, Guards
 from zdtrain.capture.remedies import INSTEAD_OF_READING_OPTIONS
 from zdtrain.capture.roots import Root
 from zdtrain.capture.watch import Watch, reason_at
 from zdtrain.errors import FallbackReason
-from zdtrain.source.location import NOWHERE, Location, frame_kind
+from zdtrain.source.location import NOWHERE, Location, code_kind, is_users
 
 # Attributes of the Trainer that a program may hold by value.
 SERVED = frozenset(
@@ -146,7 +146,7 @@ class Reach:
         code = frame.f_code
         if event not in ("call", "c_call"):
             return
-        kind = frame_kind(code.co_filename)
+        kind = code_kind(code)
         if kind not in ("user", "third-party"):
             return
         if event == "c_call":
@@ -176,7 +176,7 @@ class Reach:
         if id(code) not in self._uses:
             self._uses[id(code)] = (code, uses_of(code))
         uses = self._uses[id(code)][1]
-        if frame_kind(code.co_filename) == "user":
+        if code_kind(code) == "user":
             for name, line in uses.names.items():
                 if name in frame.f_globals and name not in code.co_freevars:
                     self._take_global(frame, line, name, uses)

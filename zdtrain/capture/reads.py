@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from zdtrain.source.location import frame_kind
+from zdtrain.source.location import code_kind
 
 _OURS = ("lightning.", "zdtrain.")  # which keep logged values in modules
 ALL = "*"  # in the place of a name: every attribute
@@ -35,7 +35,7 @@ class AttributeReads:
             if id(module) not in modules:
                 modules[id(module)] = weakref.ref(module)
             noted.add((id(module), name))
-            if name == "__dict__" and frame_kind(sys._getframe(1).f_code.co_filename) != "library":
+            if name == "__dict__" and code_kind(sys._getframe(1).f_code) != "library":
                 noted.add((id(module), ALL))
             return super(nn.Module, module).__getattribute__(name)
 

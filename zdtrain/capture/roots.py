@@ -13,9 +13,9 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zdtrain.capture.frozen import GENERATORS, content, frozen, is_users
+from zdtrain.capture.frozen import GENERATORS, content, frozen
 from zdtrain.capture.guards import GONE, Guards
-from zdtrain.source.location import Location
+from zdtrain.source.location import Location, is_users
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, Mapping, np.generic, np.ndarray)
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)

@@ -26,7 +26,7 @@ from zdtrain.errors import ConfigError
 from zdtrain.loop.run_scalars import run_scalars
 from zdtrain.quiet import quiet
 from zdtrain.readless import readless_metrics
-from zdtrain.source.location import frame_kind
+from zdtrain.source.location import code_kind
 
 _SERVED_CALLBACKS = (Checkpoint, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar)
 """These read values that have already arrived under zdtrain's Trainer, or write files that a check must not write."""
@@ -173,7 +173,7 @@ def _raised(error: Exception, stage: str) -> Finding:
     """The innermost line of the user's code that an exception passed."""
     message = f"{type(error).__name__}: {error}".splitlines()[0]
     passed = traceback.walk_tb(error.__traceback__)
-    lines = [(frame.f_code, line) for frame, line in passed if frame_kind(frame.f_code.co_filename) == "user"]
+    lines = [(frame.f_code, line) for frame, line in passed if code_kind(frame.f_code) == "user"]
     if not lines:
         return make_finding("step-raised", message, stage=stage)
     code, line = lines[-1]

@@ -27,7 +27,7 @@ from zdtrain.check.trace import Operation
 from zdtrain.errors import FallbackReason
 from zdtrain.scalars import DeviceScalars
 from zdtrain.source.definitions import line_matching, method_location
-from zdtrain.source.location import Location, expression, frame_kind
+from zdtrain.source.location import Location, code_kind, expression
 
 WRAPPED = frozenset({"training_step", "validation_step", "on_after_batch_transfer", "on_train_batch_end", "log"})
 
@@ -90,7 +90,7 @@ def note_counter(recorder: Recorder, code: str, name: str, *, depth: int) -> Non
     frame = sys._getframe(depth)
     if frame.f_code.co_filename.endswith("module.py") and frame.f_code.co_name == name and frame.f_back is not None:
         frame = frame.f_back  # LightningModule.global_step and current_epoch ask the trainer
-    if frame_kind(frame.f_code.co_filename) == "user":
+    if code_kind(frame.f_code) == "user":
         location = Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
         recorder.add(code, location, f"`{expression(frame) or name}` looks at {name}")
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zdtrain.check.findings import Finding, make_finding
-from zdtrain.source.location import Location, expression, frame_kind, locate
+from zdtrain.source.location import Location, code_kind, expression, locate
 
 IN_STEP = frozenset(
     {
@@ -138,7 +138,7 @@ class Recorder:
 
     def note_host_call(self, code: str, what: str) -> None:
         """Take a note of a call of a patched host function, when the user's own code makes it."""
-        if self.is_listening and frame_kind(sys._getframe(2).f_code.co_filename) == "user":
+        if self.is_listening and code_kind(sys._getframe(2).f_code) == "user":
             location, frame = locate(self.boundary)
             self.add(code, location, _message(what, expression(frame), location))
 

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import sys
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
@@ -16,7 +15,7 @@ from torchmetrics import Metric
 
 from zdtrain.check.dispatch import Born
 from zdtrain.source.definitions import attribute_location, class_location
-from zdtrain.source.location import Location, frame_kind
+from zdtrain.source.location import Location, is_users
 
 _DEPTH = 3
 """How far into containers and objects Python state is compared."""
@@ -38,12 +37,6 @@ def _bookkeeping() -> frozenset[str]:
 def is_library_class(cls: type) -> bool:
     """Whether torch, Lightning or torchmetrics define the class."""
     return cls.__module__.startswith(_LIBRARIES) or cls.__module__ == "torch"
-
-
-def _is_users(cls: type) -> bool:
-    """Whether the user's own code defines the class, rather than an installed package."""
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    return cls.__module__ == "__main__" or (file is not None and frame_kind(file) == "user")
 
 
 def user_attributes(module: nn.Module, ignored: frozenset[str] = frozenset()) -> Iterator[tuple[str, Any]]:
@@ -68,7 +61,7 @@ def _describe(value: Any, depth: int) -> Any:
     if depth > 0 and isinstance(value, dict):
         items = islice(value.items(), _MAX_ITEMS)
         return dict, len(value), tuple((str(key), _describe(item, depth - 1)) for key, item in items)
-    if depth > 0 and not isinstance(value, nn.Module) and _is_users(type(value)) and hasattr(value, "__dict__"):
+    if depth > 0 and not isinstance(value, nn.Module) and is_users(type(value)) and hasattr(value, "__dict__"):
         return type(value), tuple((name, _describe(item, depth - 1)) for name, item in sorted(vars(value).items()))
     return id(value), len(value) if isinstance(value, (*_CONTAINERS, dict)) else 0
 

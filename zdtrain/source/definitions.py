@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 
-from zdtrain.source.location import NOWHERE, Location, frame_kind
+from zdtrain.source.location import NOWHERE, Location, code_kind, frame_kind
 
 
 class _AttributeUses(ast.NodeVisitor):
@@ -96,7 +96,7 @@ def method_location(owner: object, name: str) -> Location:
     """Where a method is defined."""
     function = inspect.unwrap(getattr(owner, name))
     code = getattr(function, "__code__", None)
-    if code is None or frame_kind(code.co_filename) not in ("user", "third-party"):
+    if code is None or code_kind(code) not in ("user", "third-party"):
         return class_location(type(owner))
     return Location(code.co_filename, code.co_firstlineno, code.co_qualname)
 

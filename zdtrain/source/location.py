@@ -6,7 +6,7 @@ import linecache
 import os
 import sys
 import sysconfig
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 FrameKind = Literal["check", "skip", "library", "third-party", "user"]
@@ -46,6 +46,9 @@ _API_FILES = tuple(
     )
 )
 _PRECISION_PLUGIN = os.path.join("pytorch", "plugins", "precision", "amp.py")
+_GENERATED = ("<frozen ", "<__array_function__", "<eval_with_key>", "<attrs generated")  # code that libraries write
+_NAMED_TUPLE, _DATACLASS = ("_tuple_new",), "__create_fn__"  # names in, and around, code that Python writes
+_HEAP_TYPE = 1 << 9  # of type.__flags__: made by a class statement, here by one in a namespace without a name
 _DYNAMO = os.path.join(os.sep, "torch", "_dynamo", "")  # wraps dispatch modes
 
 
@@ -78,9 +81,9 @@ def _library_folders() -> tuple[str, ...]:
 
 @functools.cache
 def frame_kind(filename: str) -> FrameKind:
-    """Whose code a file holds."""
-    if filename.startswith("<") and filename != "<stdin>":
-        return "skip"
+    """Whose code a file holds; what was typed in, or run by ``exec``, is the user's."""
+    if filename.startswith("<"):
+        return "skip" if filename.startswith(_GENERATED) else "user"
     path = os.path.abspath(filename)
     if path.startswith(_CHECK):
         return "check"
@@ -89,6 +92,22 @@ def frame_kind(filename: str) -> FrameKind:
     if _SITE_PACKAGES in path:
         return "third-party"
     return "skip" if path.startswith(_STDLIB) else "user"
+
+
+def code_kind(code: CodeType) -> FrameKind:
+    """Whose code it is; what Python itself writes for named tuples and dataclasses is nobody's."""
+    if code.co_filename == "<string>" and (code.co_names == _NAMED_TUPLE or code.co_qualname.startswith(_DATACLASS)):
+        return "skip"
+    return frame_kind(code.co_filename)
+
+
+def is_users(kind: type | ModuleType) -> bool:
+    """Return whether a class or module is the user's: in a file of theirs, typed in, or run by ``exec``."""
+    if isinstance(kind, type) and kind.__module__ == "builtins":
+        return bool(kind.__flags__ & _HEAP_TYPE)
+    name = kind.__name__ if isinstance(kind, ModuleType) else kind.__module__
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return name == "__main__" or name not in sys.modules or (file is not None and frame_kind(file) == "user")
 
 
 @functools.cache
@@ -123,7 +142,7 @@ def locate(boundary: CodeType | None, node: Any = None) -> tuple[Location, Frame
                 return forward, None
             node = None
         filename = frame.f_code.co_filename
-        kind = frame_kind(filename)
+        kind = code_kind(frame.f_code)
         if kind == "user":
             return Location(filename, frame.f_lineno, frame.f_code.co_qualname, library), frame
         if kind == "third-party":

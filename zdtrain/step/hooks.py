@@ -12,7 +12,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from zdtrain.consumers.progress import throttled
 from zdtrain.monitor.by_hand import only_looks
-from zdtrain.source.location import frame_kind
+from zdtrain.source.location import code_kind
 
 STEP_HOOKS = (
     "on_train_batch_start",
@@ -125,7 +125,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return whether anybody but a learning-rate scheduler is to be told of the optimizer's steps, or replaced them."""
     patched = "step" in optimizer.__dict__ and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
     code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
-    patched = patched or code is None or frame_kind(code.co_filename) != "library"
+    patched = patched or code is None or code_kind(code) != "library"
     everybody = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
