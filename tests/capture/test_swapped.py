@@ -10,10 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from tests.capture.runs import CLASSES, FEATURES, batches, both, codes
+from tests.capture.test_traps import Deterministic
 from zdtrain.optim import SimpleAdam
-
-from .runs import CLASSES, FEATURES, batches, both, codes
-from .test_traps import Deterministic
 
 LATE = 10  # of 16 batches
 

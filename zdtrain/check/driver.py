@@ -26,7 +26,7 @@ from zdtrain.errors import ConfigError
 from zdtrain.loop.run_scalars import run_scalars
 from zdtrain.quiet import quiet
 from zdtrain.readless import readless_metrics
-from zdtrain.source.location import code_kind
+from zdtrain.source.location import claim, code_kind
 
 _SERVED_CALLBACKS = (Checkpoint, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar)
 """These read values that have already arrived under zdtrain's Trainer, or write files that a check must not write."""
@@ -184,6 +184,7 @@ def _raised(error: Exception, stage: str) -> Finding:
 
 def run(plan: Plan) -> CheckReport:
     """Run the plan on the shadow device and report."""
+    claim(type(plan.module))
     with quiet(), leaving_no_trace(), ShadowDevice(boundary=_fit.__code__) as device:
         observer = Observer(device, plan.module)
         callbacks, skipped = split_callbacks(plan.trainer_options)

@@ -18,6 +18,7 @@ from zdtrain.drain import Drain
 from zdtrain.errors import FallbackReason
 from zdtrain.readless import readless_metrics
 from zdtrain.records.recorder import RunRecorder
+from zdtrain.source.location import claim
 
 
 class CanCapture:
@@ -88,6 +89,7 @@ class CanCapture:
             with readless_metrics() if trainer.strategy.root_device.type != "cpu" else nullcontext():
                 yield
             return
+        claim(type(trainer.lightning_module))
         shared = SharedCaptures(self.drain.runtime)
         if trainer.training:
             self._captures = self._session(capture, shared, "training_step")

@@ -52,6 +52,9 @@ _HEAP_TYPE = 1 << 9  # of type.__flags__: made by a class statement, here by one
 _DYNAMO = os.path.join(os.sep, "torch", "_dynamo", "")  # wraps dispatch modes
 
 
+_claimed: set[str] = set()  # folders and files in site-packages that are the user's
+
+
 class Location(NamedTuple):
     """A place in source code, with the library call made from it."""
 
@@ -90,8 +93,20 @@ def frame_kind(filename: str) -> FrameKind:
     if path.startswith(_library_folders()):
         return "library"
     if _SITE_PACKAGES in path:
-        return "third-party"
+        return "user" if path.startswith(tuple(_claimed)) else "third-party"
     return "skip" if path.startswith(_STDLIB) else "user"
+
+
+def claim(cls: type) -> None:
+    """Take the packages that define a class and its bases for the user's own from now on, though they are installed."""
+    for base in cls.__mro__:
+        package = sys.modules.get(base.__module__.partition(".")[0])
+        folders, file = getattr(package, "__path__", ()), getattr(package, "__file__", None)
+        places = [os.path.join(os.path.abspath(folder), "") for folder in folders]
+        for place in places or ([os.path.abspath(file)] if file else []):
+            if place not in _claimed and frame_kind(place) == "third-party":
+                _claimed.add(place)
+                frame_kind.cache_clear()
 
 
 def code_kind(code: CodeType) -> FrameKind:
