@@ -6,7 +6,11 @@ import pstats
 import random
 import sys
 import time
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from enum import Enum
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +24,7 @@ from tests.capture.test_traps import Deterministic
 COUNTS = {"n": 0}
 CONFIG = SimpleNamespace(weight=1.0)
 GENERATOR = np.random.default_rng(0)
+CONTEXT: ContextVar[float] = ContextVar("weight", default=1.0)
 
 
 class Settings:
@@ -111,6 +116,111 @@ def closure() -> type:
     return WeighsByClosure
 
 
+class WeighsByImport(Weighs):
+    def weigh(self):
+        from tests.capture import outside
+
+        return outside.weight
+
+    def change(self):
+        from tests.capture import outside
+
+        outside.weight = 2.0
+
+    def on_fit_start(self):
+        from tests.capture import outside
+
+        outside.weight = 1.0
+
+
+class WeighsByImportedName(WeighsByImport):
+    def weigh(self):
+        from tests.capture.outside import weight
+
+        return weight
+
+
+class WeighsByText(WeighsByConfig):
+    def weigh(self):
+        return globals()["CONFIG"].weight
+
+
+class WeighsByNested(Weighs):
+    class Options:
+        weight = 1.0
+
+    def weigh(self):
+        return self.Options.weight
+
+    def change(self):
+        self.Options.weight = 2.0
+
+    def on_fit_start(self):
+        self.Options.weight = 1.0
+
+
+class WeighsByEnum(WeighsByNested):
+    class Options(Enum):
+        HELD = SimpleNamespace(weight=1.0)
+
+    def weigh(self):
+        return self.Options.HELD.value.weight
+
+    def change(self):
+        self.Options.HELD.value.weight = 2.0
+
+    def on_fit_start(self):
+        self.Options.HELD.value.weight = 1.0
+
+
+class WeighsByTrainer(Weighs):
+    def weigh(self):
+        return getattr(self.trainer, "weight", 1.0)
+
+    def change(self):
+        self.trainer.weight = 2.0
+
+
+class Holds:
+    weight = 1.0
+
+    def give(self):
+        return self.weight
+
+
+class WeighsByMethod(Weighs):
+    def __init__(self):
+        super().__init__()
+        self.held = Holds()
+        self.give = self.held.give
+
+    def weigh(self):
+        return self.give()
+
+    def change(self):
+        self.held.weight = 2.0
+
+
+class WeighsByWeakReference(WeighsByMethod):
+    def __init__(self):
+        super().__init__()
+        self.give = weakref.ref(self.held)
+
+    def weigh(self):
+        return self.give().weight
+
+
+class WeighsByContext(Weighs):
+    def weigh(self):
+        return CONTEXT.get()
+
+    def change(self):
+        CONTEXT.set(2.0)
+
+    def on_fit_start(self):
+        CONTEXT.set(1.0)
+
+
 class IsLast(Weighs):
     def weigh(self):
         return 2.0 if self.trainer.is_last_batch else 1.0
@@ -128,7 +238,11 @@ class ReadsRate(Weighs):
 
 @pytest.mark.parametrize(
     "module",
-    [Weighs, WeighsByClass, WeighsBySettings, WeighsByConfig, closure(), IsLast, ReadsRate],
+    [
+        *(Weighs, WeighsByClass, WeighsBySettings, WeighsByConfig, closure(), WeighsByImport, WeighsByImportedName),
+        *(WeighsByText, WeighsByNested, WeighsByEnum, WeighsByTrainer, WeighsByMethod, WeighsByWeakReference),
+        *(WeighsByContext, IsLast, ReadsRate),
+    ],
     ids=lambda kind: kind.__name__,
 )
 def test_a_value_past_the_module_is_part_of_the_key(tmp_path, module):
@@ -246,6 +360,12 @@ class ReadsClock(Weighs):
         return 1.0 if time.perf_counter() else 2.0
 
 
+class StartsThread(Weighs):
+    def weigh(self):
+        with ThreadPoolExecutor(1) as others:
+            return others.submit(lambda: CONFIG.weight).result()
+
+
 class Prints(Deterministic):
     def training_step(self, batch, batch_idx):
         print("here", end="")
@@ -260,6 +380,7 @@ class Prints(Deterministic):
         (ReadsSchedule, "trainer-state"),
         (ReadsClock, "host-clock"),
         (Prints, "side-effect"),
+        (StartsThread, "side-effect"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )

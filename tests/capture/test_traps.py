@@ -1,6 +1,6 @@
 """What a recording would get wrong trains right anyway, and is named with its line."""
 
-import contextvars
+import ctypes
 import logging
 import random
 
@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from .runs import CLASSES, FEATURES, Classifier, batches, both, codes, fit, trap_line
 
 LOSSES = []
-UNSEEN = contextvars.ContextVar("UNSEEN")  # what it holds is known to C only
+UNSEEN = ctypes.c_double()  # what it holds is known to C only
 
 
 class Deterministic(Classifier):
@@ -480,12 +480,12 @@ def test_the_gradient_of_an_input_does_not_keep_a_step_from_being_captured(tmp_p
 def test_an_option_set_once_in_a_while_is_found_by_the_next_epochs_comparison(tmp_path):
     class Net(Deterministic):
         def training_step(self, batch, batch_idx):
-            if UNSEEN.get() == 2:
+            if UNSEEN.value == 2:
                 self.optimizers().param_groups[0]["lr"] = 0.01
             return self.loss(batch)
 
         def on_train_epoch_start(self):
-            UNSEEN.set(self.trainer.current_epoch)
+            UNSEEN.value = self.trainer.current_epoch
 
     assert "lr-replaced" in codes(both(tmp_path, Net))
 
@@ -517,10 +517,10 @@ def test_replacing_gradients_between_steps_is_heeded(tmp_path):
 def test_what_no_watch_sees_is_found_by_the_next_epochs_comparison(tmp_path):
     class Net(Deterministic):
         def training_step(self, batch, batch_idx):
-            return self.loss(batch) * UNSEEN.get()
+            return self.loss(batch) * UNSEEN.value
 
         def on_train_epoch_start(self):
-            UNSEEN.set(1.0 if self.current_epoch < 2 else 0.5)
+            UNSEEN.value = 1.0 if self.current_epoch < 2 else 0.5
 
     run = both(tmp_path, Net)
     (program,) = run.report.programs

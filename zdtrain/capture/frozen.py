@@ -1,8 +1,10 @@
 """Python values as something hashable that changes when they do."""
 
 import random
+import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
@@ -17,11 +19,11 @@ from zdtrain.source.location import is_users
 MAX_ITEMS = 64
 MAX_NUMBERS = 4096  # which are compared at once
 MAX_DEPTH = 4
-PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format, Enum, type)
+PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format, type)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _NUMBERS = frozenset({bool, int, float, str})
 # Kinds of which one object may hold other values later.
-_CHANGING = (Tensor, Mapping, list, tuple, deque, set, frozenset, np.ndarray, *GENERATORS)
+_CHANGING = (Tensor, Mapping, list, tuple, deque, set, frozenset, np.ndarray, weakref.ref, ContextVar, *GENERATORS)
 _LIBRARIES = ("torch", "lightning", "zdtrain")
 
 
@@ -29,6 +31,8 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
     """Return something hashable that changes when the Python value does; large containers count by their ends."""
     if isinstance(value, float):
         return (float, value if value and value == value else str(value))  # NaN is unequal to itself, 0.0 equal to -0.0
+    if isinstance(value, Enum):
+        return (value, frozen(value.value, depth + 1))
     if isinstance(value, PLAIN):
         return (bool, value) if isinstance(value, bool) else value  # True is equal to 1
     if isinstance(value, Tensor):
@@ -49,9 +53,13 @@ def frozen(value: Any, depth: int = 0) -> Hashable:
         made = (*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__)
         return (id(value.__code__), *(frozen(content(part), depth + 1) for part in made))
     if isinstance(value, MethodType):
-        return (frozen(value.__func__, depth + 1), id(value.__self__))
+        return (frozen(value.__func__, depth + 1), frozen(value.__self__, depth + 1))
     if isinstance(value, partial):
         return (*(frozen(part, depth + 1) for part in (value.func, value.args, value.keywords)),)
+    if isinstance(value, weakref.ref):
+        return frozen(value(), depth + 1)
+    if isinstance(value, ContextVar):
+        return frozen(value.get(None), depth + 1)
     if isinstance(value, Mapping):
         return (len(value), *(_frozen_items(value.items(), depth)))
     if isinstance(value, list | tuple | deque):
@@ -84,6 +92,8 @@ def is_settled(value: Any, depth: int = 0) -> bool:
     """Return whether ``frozen(value)`` stays as it is for as long as `value` is the same object."""
     if isinstance(value, (float, *PLAIN, nn.Module, np.generic)):
         return True
+    if isinstance(value, Enum):
+        return is_settled(value.value, depth + 1)
     if type(value) is tuple and len(value) <= MAX_ITEMS and depth < MAX_DEPTH:
         return all(is_settled(item, depth + 1) for item in value)
     if isinstance(value, (*_CHANGING, FunctionType, MethodType, partial, staticmethod, classmethod)):

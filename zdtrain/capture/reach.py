@@ -9,13 +9,16 @@ import cProfile
 import dis
 import gc
 import sys
+import threading
 import time
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.process import BaseProcess
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -47,6 +50,11 @@ REFUSED = frozenset(
         *("train_dataloader", "callbacks"),
     }
 )
+BY_NAME = frozenset({"globals", "vars", "getattr", "modules", "import_module", "__import__"})  # look names up in text
+STARTS_THREAD = frozenset(
+    function.__code__
+    for function in (threading.Thread.start, ThreadPoolExecutor.submit, ProcessPoolExecutor.submit, BaseProcess.start)
+)
 CLOCKS = frozenset({time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic})
 EFFECTS: dict[Any, str] = {builtins.print: "prints", builtins.open: "opens a file", builtins.input: "waits for input"}
 MAX_DOTS = 3  # in ``torch.nn.functional.relu``
@@ -61,6 +69,10 @@ class Uses:
     """Globals, and variables of functions around."""
     attributes: dict[str, int] = field(default_factory=dict)
     """Attributes of whatever objects."""
+    modules: dict[str, int] = field(default_factory=dict)
+    """Modules that it imports, dots of the package in front."""
+    texts: dict[str, int] = field(default_factory=dict)
+    """What may name globals or modules, too, where the code looks names up that are in text."""
 
 
 class Reach:
@@ -146,6 +158,10 @@ class Reach:
         code = frame.f_code
         if event not in ("call", "c_call"):
             return
+        if code in STARTS_THREAD:
+            what = "the step starts a thread or process, in which nobody looks at what it does: do it in a hook around"
+            self._refuse(*_of_user(frame), "side-effect", what)
+            return
         kind = code_kind(code)
         if kind not in ("user", "third-party"):
             return
@@ -177,9 +193,13 @@ class Reach:
             self._uses[id(code)] = (code, uses_of(code))
         uses = self._uses[id(code)][1]
         if code_kind(code) == "user":
-            for name, line in uses.names.items():
+            for name, line in {**uses.texts, **uses.names}.items():
                 if name in frame.f_globals and name not in code.co_freevars:
                     self._take_global(frame, line, name, uses)
+            for name, line in {**uses.texts, **uses.modules}.items():
+                self._take_import(frame, line, name, uses)
+            if "trainer" in uses.attributes:
+                self._take_from_trainer(frame, uses)
             self._take_cells(frame, uses)
             self._take_class_attributes(frame, uses)
             self._take_defaults(frame)
@@ -212,13 +232,36 @@ class Reach:
             return
         read = roots.item_reader(scope, name)
         self._add((id(scope), name), f"the global {name!r}", frame, line, read, holders=(scope,), name=name)
-        if isinstance(value, type) and is_users(value):
-            for attribute in uses.attributes:
-                if roots.is_state(getattr(value, attribute, None)):
-                    read = roots.attribute_reader(value, attribute)
-                    holders = tuple(vars(kind) for kind in value.__mro__)
-                    label = f"{name}.{attribute}"
-                    self._add((id(value), attribute), label, frame, line, read, holders=holders, name=attribute)
+        self._take_class(frame, line, name, value, uses)
+
+    def _take_class(self, frame: FrameType, line: int, path: str, value: Any, uses: Uses) -> None:
+        """Take in what is read of a class of the user's, where `value` is one."""
+        if not (isinstance(value, type) and is_users(value)):
+            return
+        for attribute in uses.attributes:
+            if roots.is_state(getattr(value, attribute, None)):
+                read = roots.attribute_reader(value, attribute)
+                holders = tuple(vars(kind) for kind in value.__mro__)
+                label = f"{path}.{attribute}"
+                self._add((id(value), attribute), label, frame, line, read, holders=holders, name=attribute)
+
+    def _take_import(self, frame: FrameType, line: int, name: str, uses: Uses) -> None:
+        """Take in what is read of a module that the function imports."""
+        level = len(name) - len(name.lstrip("."))
+        package = str(frame.f_globals.get("__package__") or "").split(".")
+        path = ".".join([*package[: len(package) + 1 - level], name[level:]]) if level else name
+        for part in (path.partition(".")[0], path):
+            module = sys.modules.get(part.strip("."))
+            if isinstance(module, ModuleType):
+                self._take_module(frame, line, part, module, uses)
+
+    def _take_from_trainer(self, frame: FrameType, uses: Uses) -> None:
+        """Take in what users gave the Trainer besides its own attributes, now or later."""
+        held = vars(self._trainer)
+        for name, line in uses.attributes.items():
+            if not hasattr(type(self._trainer), name) and (name not in held or roots.is_state(held[name])):
+                read = roots.item_reader(held, name)
+                self._add(("given", name), f"trainer.{name}", frame, line, read, holders=(held,), name=name)
 
     def _take_module(self, frame: FrameType, line: int, path: str, module: ModuleType, uses: Uses) -> None:
         """Take in the functions that are read of a Python module, and of the user's own modules all values."""
@@ -262,6 +305,7 @@ class Reach:
                     label = f"{kind.__name__}.{name}"
                     read, holders = roots.class_reader(cls, name), tuple(vars(base) for base in cls.__mro__)
                     self._add((id(cls), name), label, frame, lines[name], read, holders=holders, name=name)
+                    self._take_class(frame, lines[name], label, vars(kind)[name], uses)
 
     def _take_defaults(self, frame: FrameType) -> None:
         """Take in default arguments that can be changed in place."""
@@ -294,15 +338,32 @@ class Reach:
 
 def uses_of(code: CodeType) -> Uses:
     """Return the names from outside and the attributes that `code` loads, with their first line."""
-    uses, line = Uses(), code.co_firstlineno
+    uses, line, level = Uses(), code.co_firstlineno, 0
+    texts: dict[str, int] = {}
     for instruction in dis.get_instructions(code):
         positions = instruction.positions
         line = (positions.lineno if positions else None) or line
         if instruction.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")):
             uses.names.setdefault(instruction.argval, line)
-        elif instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")):
+        elif instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")):
             uses.attributes.setdefault(instruction.argval, line)
+        elif instruction.opname == "IMPORT_NAME":
+            uses.modules.setdefault("." * level + instruction.argval, line)
+        elif instruction.opname.startswith("LOAD_CONST") and isinstance(instruction.argval, str):
+            texts.setdefault(instruction.argval, line)
+        elif instruction.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT")) and isinstance(instruction.argval, int):
+            level = int(instruction.argval)  # the dots of an import come just before it
+    if BY_NAME & {*uses.names, *uses.attributes}:
+        uses.texts = uses.attributes = {**texts, **uses.attributes}
     return uses
+
+
+def _of_user(frame: FrameType) -> tuple[FrameType, int]:
+    """Return the innermost frame of the user around, and its line."""
+    around: FrameType | None = frame
+    while around is not None and code_kind(around.f_code) != "user":
+        around = around.f_back
+    return around or frame, (around or frame).f_lineno
 
 
 def _place(frame: FrameType, line: int) -> Location:

@@ -5,6 +5,7 @@ import os
 import types
 import weakref
 from collections.abc import Callable, Hashable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -17,7 +18,7 @@ from zdtrain.capture.frozen import GENERATORS, content, frozen
 from zdtrain.capture.guards import GONE, Guards
 from zdtrain.source.location import Location, is_users
 
-_CONTAINERS = (list, tuple, dict, set, frozenset, Mapping, np.generic, np.ndarray)
+_CONTAINERS = (list, tuple, dict, set, frozenset, Mapping, np.generic, np.ndarray, weakref.ref, ContextVar)
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 FILL_A_TENSOR = "make it a tensor that is filled in place"
 NUMBERS = (bool, int, float, str, bytes, type(None))

@@ -121,8 +121,11 @@ def is_users(kind: type | ModuleType) -> bool:
     if isinstance(kind, type) and kind.__module__ == "builtins":
         return bool(kind.__flags__ & _HEAP_TYPE)
     name = kind.__name__ if isinstance(kind, ModuleType) else kind.__module__
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return name == "__main__" or name not in sys.modules or (file is not None and frame_kind(file) == "user")
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if file is None and not hasattr(module, "__path__"):  # made by hand, or built into Python
+        return name == "__main__" or name.partition(".")[0] not in sys.stdlib_module_names
+    return name == "__main__" or (file is not None and frame_kind(file) == "user")
 
 
 @functools.cache
