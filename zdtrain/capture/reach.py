@@ -159,7 +159,9 @@ class Reach:
         if event not in ("call", "c_call"):
             return
         if code in STARTS_THREAD:
-            what = "the step starts a thread or process, in which nobody looks at what it does: do it in a hook around"
+            what = (
+                "the step starts a thread or process, where nobody sees what it reads: do it in a hook around the step"
+            )
             self._refuse(*_of_user(frame), "side-effect", what)
             return
         kind = code_kind(code)
@@ -249,11 +251,11 @@ class Reach:
         """Take in what is read of a module that the function imports."""
         level = len(name) - len(name.lstrip("."))
         package = str(frame.f_globals.get("__package__") or "").split(".")
-        path = ".".join([*package[: len(package) + 1 - level], name[level:]]) if level else name
+        path = ".".join([*package[: len(package) + 1 - level], name[level:]]).strip(".") if level else name
         for part in (path.partition(".")[0], path):
-            module = sys.modules.get(part.strip("."))
+            module = sys.modules.get(part)
             if isinstance(module, ModuleType):
-                self._take_module(frame, line, part, module, uses)
+                self._take_module(frame, line, part.rpartition(".")[2], module, uses)
 
     def _take_from_trainer(self, frame: FrameType, uses: Uses) -> None:
         """Take in what users gave the Trainer besides its own attributes, now or later."""
