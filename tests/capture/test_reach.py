@@ -2,20 +2,24 @@
 
 import cProfile
 import gc
+import logging
 import pstats
 import random
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from enum import Enum
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.capture.runs import Classifier, batches, both, codes, fit
@@ -366,6 +370,45 @@ class StartsThread(Weighs):
             return others.submit(lambda: CONFIG.weight).result()
 
 
+class PrintsByModule(Weighs):
+    def weigh(self):
+        self.print("here", end="")
+        return 1.0
+
+
+class Warns(Weighs):
+    def weigh(self):
+        warnings.warn("here", stacklevel=1)
+        return 1.0
+
+
+class WritesToStream(Weighs):
+    def weigh(self):
+        sys.stdout.write("here")
+        return 1.0
+
+
+class LogsRecord(Weighs):
+    def weigh(self):
+        logging.getLogger("zdtrain.tests").error("here")
+        return 1.0
+
+
+class LooksForFile(Weighs):
+    def weigh(self):
+        return 1.0 if Path(sys.executable).exists() else 2.0
+
+
+class CallsLogger(Weighs):
+    def __init__(self):
+        super().__init__()
+        self.own = [DummyLogger()]
+
+    def weigh(self):
+        self.own[0].log_metrics({"here": 1.0})
+        return 1.0
+
+
 class Prints(Deterministic):
     def training_step(self, batch, batch_idx):
         print("here", end="")
@@ -380,7 +423,8 @@ class Prints(Deterministic):
         (ReadsSchedule, "trainer-state"),
         (ReadsClock, "host-clock"),
         (Prints, "side-effect"),
-        (StartsThread, "side-effect"),
+        *((kind, "side-effect") for kind in (PrintsByModule, Warns, WritesToStream, LogsRecord, LooksForFile)),
+        *((kind, "side-effect") for kind in (CallsLogger, StartsThread)),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )

@@ -4,27 +4,22 @@ A program holds them by value. Which ones there are is learned while a step is w
 ran; from then on they are part of the key. What has no value to compare (a clock, a loop's counters) is refused.
 """
 
-import builtins
 import cProfile
 import dis
 import gc
 import sys
-import threading
-import time
-import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.process import BaseProcess
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
 from zdtrain.capture import roots
+from zdtrain.capture.effects import effect_of
 from zdtrain.capture.frozen import frozen
 from zdtrain.capture.guards import GONE, Guards
 from zdtrain.capture.remedies import INSTEAD_OF_READING_OPTIONS
@@ -51,12 +46,6 @@ REFUSED = frozenset(
     }
 )
 BY_NAME = frozenset({"globals", "vars", "getattr", "modules", "import_module", "__import__"})  # look names up in text
-STARTS_THREAD = frozenset(
-    function.__code__
-    for function in (threading.Thread.start, ThreadPoolExecutor.submit, ProcessPoolExecutor.submit, BaseProcess.start)
-)
-CLOCKS = frozenset({time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic})
-EFFECTS: dict[Any, str] = {builtins.print: "prints", builtins.open: "opens a file", builtins.input: "waits for input"}
 MAX_DOTS = 3  # in ``torch.nn.functional.relu``
 ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
 
@@ -158,31 +147,14 @@ class Reach:
         code = frame.f_code
         if event not in ("call", "c_call"):
             return
-        if code in STARTS_THREAD:
-            what = (
-                "the step starts a thread or process, where nobody sees what it reads: do it in a hook around the step"
-            )
-            self._refuse(*_of_user(frame), "side-effect", what)
+        effect = effect_of(frame, event, argument)
+        if effect is not None:
+            self._refuse(effect.frame, effect.frame.f_lineno, effect.code, effect.message)
+        if event == "c_call" or code_kind(code) not in ("user", "third-party"):
             return
-        kind = code_kind(code)
-        if kind not in ("user", "third-party"):
-            return
-        if event == "c_call":
-            if kind == "user":  # others may be called by Python's garbage collector and not by the step
-                self._note_call(frame, argument)
-        elif id(code) not in self._ran or code.co_freevars:
+        if id(code) not in self._ran or code.co_freevars:
             self._ran.add(id(code))
             self._harvest(frame)
-
-    def _note_call(self, frame: FrameType, function: Any) -> None:
-        if not isinstance(function, types.BuiltinFunctionType):
-            return
-        dated = isinstance(function.__self__, type) and function.__name__ in ("now", "utcnow", "today")
-        if function in CLOCKS or dated:
-            self._refuse(frame, frame.f_lineno, "host-clock", "the step reads the clock, which a replay does not")
-        elif function in EFFECTS:
-            what = f"the step {EFFECTS[function]}, which a replay does not: do it in a hook around the step"
-            self._refuse(frame, frame.f_lineno, "side-effect", what)
 
     def _refuse(self, frame: FrameType, line: int, code: str, message: str) -> None:
         assert self._watch is not None
@@ -358,14 +330,6 @@ def uses_of(code: CodeType) -> Uses:
     if BY_NAME & {*uses.names, *uses.attributes}:
         uses.texts = uses.attributes = {**texts, **uses.attributes}
     return uses
-
-
-def _of_user(frame: FrameType) -> tuple[FrameType, int]:
-    """Return the innermost frame of the user around, and its line."""
-    around: FrameType | None = frame
-    while around is not None and code_kind(around.f_code) != "user":
-        around = around.f_back
-    return around or frame, (around or frame).f_lineno
 
 
 def _place(frame: FrameType, line: int) -> Location:
