@@ -64,13 +64,12 @@ def effect_of(frame: FrameType, event: str, called: Any) -> Effect | None:
         event: ``"call"`` or ``"c_call"``, of a profile function.
         called: The function written in C.
     """
-    if event == "call":
-        words, user = _of_logger(frame), _user_around(frame, past_libraries=True)
-        if words is None:
-            words, user = _IN_PYTHON.get(frame.f_code), _user_around(frame.f_back)
-    else:
-        words, user = _in_c(frame, called), _user_around(frame)
-    if words is None or user is None:
+    of_logger = _of_logger(frame) if event == "call" else None
+    words = of_logger or (_IN_PYTHON.get(frame.f_code) if event == "call" else _in_c(frame, called))
+    if words is None:
+        return None
+    user = _user_around(frame.f_back if event == "call" else frame, past_libraries=of_logger is not None)
+    if user is None:
         return None
     if words == _CLOCK:
         return Effect(user, "host-clock", f"the step {words}, which a replay does not")

@@ -15,6 +15,7 @@ from zdtrain.export.parity import compare
 from zdtrain.export.program import copy_of, refuse_tensors_of, traced
 from zdtrain.export.refusals import hushed, summary_of
 from zdtrain.export.types import ExportError, ExportReport
+from zdtrain.source.location import claim
 
 
 def export_module(
@@ -56,6 +57,7 @@ def export_module(
         ParityError: The file computes something else; the message names the output and the difference.
         ConfigError: `path` cannot be written, `forward` is missing or the examples do not fit it.
     """
+    claim(type(module))  # whose lines a refusal names
     target = _target(path)
     if isinstance(module, torch._dynamo.OptimizedModule):
         module = module._orig_mod

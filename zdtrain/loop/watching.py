@@ -36,6 +36,7 @@ class CanMonitor:
     """Running statistics on the device, by metric."""
     _scalars: DeviceScalars | None
     _monitoring: Monitoring | None = None
+    _rows_unwatched: Any = None  # what takes the rows of steps that nobody watches
     _num_skipped: int = 0  # of the last fit
     _monitor_state: "MonitorState | None" = None
 

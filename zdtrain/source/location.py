@@ -121,11 +121,12 @@ def is_users(kind: type | ModuleType) -> bool:
     if isinstance(kind, type) and kind.__module__ == "builtins":
         return bool(kind.__flags__ & _HEAP_TYPE)
     name = kind.__name__ if isinstance(kind, ModuleType) else kind.__module__
-    module = sys.modules.get(name)
-    file = getattr(module, "__file__", None)
-    if file is None and not hasattr(module, "__path__"):  # made by hand, or built into Python
-        return name == "__main__" or name.partition(".")[0] not in sys.stdlib_module_names
-    return name == "__main__" or (file is not None and frame_kind(file) == "user")
+    package = name.partition(".")[0]
+    files = [getattr(sys.modules.get(each), "__file__", None) for each in (name, package)]
+    file = files[0] or files[1]  # a module that C makes has none, but its package has
+    if file is None:  # typed in, made by hand, or built into Python
+        return package not in sys.stdlib_module_names
+    return name == "__main__" or frame_kind(file) == "user"
 
 
 @functools.cache
