@@ -23,6 +23,7 @@ def train_both(rank, world_size, port):
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     for implementation in ("fused", "foreach"):
         compare(implementation, init_device_mesh("cpu", (world_size,)))
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -50,4 +51,5 @@ def test_fully_sharded_parameters_and_their_norm():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(train_both, args=(2, port), nprocs=2)
+    # processes of a fork server end without tearing libraries down, in which gloo's threads may abort them
+    torch.multiprocessing.start_processes(train_both, (2, port), nprocs=2, start_method="forkserver")
